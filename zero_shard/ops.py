@@ -1,0 +1,137 @@
+"""Load the compiled operators, or put their PyTorch twins in their place and say so.
+
+Three operators do all arithmetic on shards: ``flatten_``, ``reduce_slices_`` and ``adamw_`` (documented in
+``twins.py``). The compiled ones live in ``csrc`` and are registered as ``torch.ops.zero_shard.*``.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from zero_shard import twins
+
+_LOG = logging.getLogger("zero_shard")
+_PACKAGE_DIR = Path(__file__).parent
+_OP_NAMES = ("flatten_", "reduce_slices_", "adamw_")
+
+
+class Kernels(NamedTuple):
+    """The three operators in one form, as ``select`` hands them out."""
+
+    name: str  # "native" or "torch"
+    flatten_: Callable[..., None]
+    reduce_slices_: Callable[..., None]
+    adamw_: Callable[..., None]
+
+
+def _build_notes() -> dict[str, str]:
+    """Return what the installation wrote down about parts that it left out: {"cpu": why, "cuda": why}."""
+    try:
+        notes: dict[str, str] = json.loads((_PACKAGE_DIR / "_build.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return notes
+
+
+def _load() -> dict[str, str]:
+    """Load the extension; return, for each device without compiled kernels, the reason."""
+    notes = _build_notes()
+    libraries = sorted(_PACKAGE_DIR.glob("_C*.so"))
+    if not libraries:
+        reason = notes.get("cpu", "the extension was not built (python setup.py build_ext --inplace builds it)")
+        return {"cpu": reason, "cuda": reason}
+    try:
+        torch.ops.load_library(str(libraries[0]))
+    except (OSError, RuntimeError) as error:
+        reason = f"{libraries[0].name} does not load: {error}"
+        return {"cpu": reason, "cuda": reason}
+    for name in _OP_NAMES:
+        torch.library.register_fake(f"zero_shard::{name}", lambda *args, **kwargs: None)
+    if torch._C._dispatch_has_kernel_for_dispatch_key("zero_shard::adamw_", "CUDA"):
+        return {}
+    for name in _OP_NAMES:
+        torch.library.register_kernel(f"zero_shard::{name}", "cuda", _cuda_twin(name))
+    return {"cuda": notes.get("cuda", "the extension was built without CUDA")}
+
+
+def _cuda_twin(name: str) -> Callable[..., None]:
+    """Return the twin as the kernel for CUDA tensors of an extension that was built without CUDA."""
+    twin: Callable[..., None] = getattr(twins, name)
+
+    def kernel(*args: Any, **kwargs: Any) -> None:
+        _warn_once("cuda")
+        twin(*args, **kwargs)
+
+    return kernel
+
+
+def _warn_once(kind: str) -> None:
+    if kind not in _warned:
+        _warned.add(kind)
+        _LOG.warning("zero_shard: no compiled %s kernels (%s); the slower PyTorch path is used.", kind, _MISSING[kind])
+
+
+_TWINS = Kernels("torch", twins.flatten_, twins.reduce_slices_, twins.adamw_)
+_MISSING = _load()
+_warned: set[str] = set()
+
+
+def _native() -> Kernels:
+    namespace: Any = torch.ops.zero_shard
+    return Kernels("native", *(getattr(namespace, name).default for name in _OP_NAMES))
+
+
+def missing_reason(device: torch.device | str = "cpu") -> str | None:
+    """Return why ``device`` has no compiled kernels, or None if it has."""
+    return _MISSING.get(torch.device(device).type)
+
+
+def select(kernels: str = "auto", device: torch.device | str = "cpu") -> Kernels:
+    """Return the operators in the form that ``kernels`` names, for tensors on ``device``.
+
+    Args:
+        kernels: "auto" (compiled where present, else the twins and one line in the log), "native" or "torch".
+        device: Where the shards live.
+    Raises:
+        ValueError: an unknown name.
+        RuntimeError: "native" where the compiled part is missing; the message says why.
+    """
+    if kernels not in ("auto", "native", "torch"):
+        raise ValueError(f"kernels must be 'auto', 'native' or 'torch', got {kernels!r}")
+    if kernels == "torch":
+        return _TWINS
+    kind = torch.device(device).type
+    reason = missing_reason(device)
+    if reason is None:
+        return _native()
+    if kernels == "native":
+        raise RuntimeError(
+            f"kernels='native' needs compiled {kind} kernels, which are missing: {reason}. "
+            "Install a C++ compiler and reinstall, or use kernels='auto'."
+        )
+    _warn_once(kind)
+    return _TWINS
+
+
+def instruction_set() -> str:
+    """Return the instruction set that the compiled CPU kernels use here: avx512, avx2 or scalar."""
+    namespace: Any = torch.ops.zero_shard
+    return str(namespace.cpu_instruction_set())
+
+
+def describe() -> str:
+    """Return one line that says which kernels are active and why."""
+    parts = []
+    for kind in ("cpu", "cuda"):
+        reason = missing_reason(kind)
+        if reason is not None:
+            parts.append(f"{kind}: PyTorch twins ({reason})")
+        else:
+            parts.append(f"{kind}: native ({instruction_set()})" if kind == "cpu" else f"{kind}: native")
+    return "kernels: " + "; ".join(parts)
