@@ -1,0 +1,438 @@
+"""The optimizer: torch.optim.AdamW whose state, gradients and parameters are sharded by stages."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zero_shard import ops
+from zero_shard.agreement import build_on_all_ranks, describe_group, describe_param
+from zero_shard.buffers import STATE_NAMES, Bucket
+from zero_shard.collectives import Communicator, ProcessGroup
+from zero_shard.config import ZeroConfig, load_config
+from zero_shard.construction import Builder
+from zero_shard.gathering import register_layer
+from zero_shard.norms import global_norm
+from zero_shard.plan import Usage, floor_sent_nbytes, promised_nbytes
+from zero_shard.sharded_grad import ShardedGrad
+from zero_shard.stages import build_stage
+from zero_shard.stages.reduction import Reducer
+from zero_shard.stages.slots import GradSlot
+from zero_shard.state import LAYOUT_KEY, check_state_dict, clear_state, copy_state, full_state, layout_entry, low_parts
+from zero_shard.tables import SlotTables
+
+
+class AdamW(torch.optim.AdamW):
+    """AdamW whose optimizer state, gradients and parameters are sharded over ranks (ZeRO stages 0 to 3).
+
+    Takes what ``torch.optim.AdamW`` takes; ``foreach`` and ``fused`` choose nothing here (one fused kernel runs on the
+    local shard). All ranks must build it with equal arguments; parameters and buffers of rank 0 are taken at the start.
+
+    Args:
+        params: Parameters, groups or named parameters.
+        lr, betas, eps, weight_decay, amsgrad, maximize: As in torch, per group.
+        module: The model; needed by stage 3, welcome at every stage (names, buffers).
+        config: A ZeroConfig, a mapping of its fields, or the path of a TOML, YAML or JSON file.
+        process_group: The ranks that train together; None = the default group; no group at all = a world of one.
+    Raises:
+        ValueError, TypeError: Bad argument or config, or ranks that differ; on every rank.
+        NotImplementedError: A complex or sparse parameter, by name.
+    Source: Decoupled weight decay (arXiv:1711.05101); ZeRO (arXiv:1910.02054).
+
+    Example:
+        >>> optimizer = zero_shard.AdamW(model.parameters(), lr=1e-3, module=model, config={"stage": 3})
+        >>> model(batch).backward()
+        >>> optimizer.step()
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        module: nn.Module | None = None,
+        config: Any = None,
+        process_group: ProcessGroup | None = None,
+    ) -> None:
+        self._is_built = False
+        communicator = Communicator(process_group)
+
+        def build() -> dict[str, str]:
+            self.config: ZeroConfig = load_config(config)
+            if differentiable:
+                raise NotImplementedError("differentiable=True is not available; use torch.optim.AdamW for it")
+            super(AdamW, self).__init__(
+                params,
+                lr=lr,
+                betas=betas,
+                eps=eps,
+                weight_decay=weight_decay,
+                amsgrad=amsgrad,
+                maximize=maximize,
+                foreach=foreach,
+                capturable=capturable,
+                differentiable=differentiable,
+                fused=fused,
+            )
+            # torch would have a GradScaler leave the unscaling to a fused step; here it unscales the gradients.
+            self._step_supports_amp_scaling = False
+            return self._prepare(communicator, module)
+
+        with torch.inference_mode(False), torch.no_grad():
+            build_on_all_ranks(communicator, build)
+            self._build()
+
+    # ---- construction --------------------------------------------------------------------------------------
+
+    def _prepare(self, communicator: Communicator, module: nn.Module | None) -> dict[str, str]:
+        """Check everything that one rank can check alone; return what ranks must agree on."""
+        self._communicator = communicator
+        self._kernels = ops.select(self.config.kernels)
+        self._stage = build_stage(self.config, communicator)
+        self._reducer = Reducer(communicator, self._kernels, self.config.reduce_dtype, self._stage.reduces_in_backward)
+        self._builder = Builder(self.config, communicator, self._stage, self._reducer, module)
+        self._builder.check(self.param_groups)
+        facts = {"config.check": repr(self.config.check)}
+        if self.config.check == "off":
+            return facts
+        facts |= {f"config.{name}": repr(value) for name, value in vars(self.config).items()}
+        for name, param in self._builder.named_params(self.param_groups):
+            facts[f"parameter {name}"] = describe_param(param)
+        for number, group in enumerate(self.param_groups):
+            facts[f"param_groups[{number}]"] = describe_group(group)
+        facts["the order of parameters"] = ", ".join(name for name, _ in self._builder.named_params(self.param_groups))
+        return facts
+
+    def _build(self) -> None:
+        self._tables = SlotTables()
+        self._is_exposed = torch.zeros(0, dtype=torch.uint8)  # [P]: `self.state` shows the slot's state
+        self._clip_coefficient: Tensor | None = None
+        self._sent_before_step = self._sent_in_step = 0
+        self._builder.build(self.param_groups)
+        self._after_new_buckets()
+        if self._communicator.num_ranks > 1:
+            builder, groups = self._builder, self.param_groups
+            self._reducer.before_backward = _calling(weakref.WeakMethod(self._apply_clip))
+            self._reducer.before_first_backward = lambda: builder.check_unwrapped(groups)
+        handles = [self._reducer.handles, getattr(self._stage, "handles", [])]
+        weakref.finalize(self, _leave, handles, self._reducer.slots)
+        self._is_built = True
+
+    def _after_new_buckets(self) -> None:
+        """Make room for new slots."""
+        slots = self._reducer.slots
+        self._tables.extend(len(slots), slots[0].bucket.device if slots else torch.device("cpu"))
+        self._is_exposed = torch.zeros(len(slots), dtype=torch.uint8)
+        for slot in slots:
+            register_layer(slot.param, self._stage)
+        self._expose_state(self._tables.steps.cpu() > 0)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a parameter group, as in torch. After construction all ranks must call it."""
+        if not self._is_built:
+            super().add_param_group(param_group)
+            return
+
+        def add() -> dict[str, str]:
+            super(AdamW, self).add_param_group(param_group)
+            try:
+                self._builder.check(self.param_groups)
+            except Exception:
+                self.param_groups.pop()
+                raise
+            group = self.param_groups[-1]
+            if self.config.check == "off":
+                return {}
+            facts = {"the added group": describe_group(group)}
+            return facts | {f"parameter {i}": describe_param(p) for i, p in enumerate(group["params"])}
+
+        build_on_all_ranks(self._communicator, add)
+        self._builder.build(self.param_groups)
+        self._after_new_buckets()
+
+    def __deepcopy__(self, memo: Any) -> AdamW:
+        raise NotImplementedError(
+            "copy.deepcopy of zero_shard.AdamW is not available: its buffers belong to the parameters. Copy the model "
+            "(stages 0 to 2), build a new optimizer on the copy, and load_state_dict(optimizer.state_dict()) into it"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise NotImplementedError(
+            "pickling zero_shard.AdamW is not available: it belongs to a process group. Save optimizer.state_dict(), "
+            "full_state_dict() or zero_shard.save instead"
+        )
+
+    # ---- gradients -----------------------------------------------------------------------------------------
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Return a context in which backward keeps gradients local; a later backward outside of it reduces the sum."""
+        return self._reducer.no_sync()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop all gradients, or set them to zero."""
+        self._clip_coefficient = None
+        self._reducer.zero_grad(set_to_none)
+        for group in self.param_groups:
+            for param in group["params"]:
+                if set_to_none:
+                    param.grad = None
+                elif param.grad is not None and not isinstance(param.grad, ShardedGrad):
+                    if param.grad.grad_fn is not None:
+                        param.grad.detach_()
+                    with torch.no_grad():
+                        param.grad.zero_()
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale the mean gradient in the next ``step()`` so that its global norm is at most ``max_norm``.
+
+        All ranks must call; communicates. The gradients stay as they are until the update, or until another backward
+        adds to them. In a world of one they are scaled at once, as torch does.
+
+        Returns:
+            The norm before clipping, a 0-dim tensor, equal on all ranks.
+        """
+        self._adopt_unfrozen()
+        self._reducer.collect()
+        norm = self._global_norm(float(norm_type))
+        if self._clip_coefficient is not None:
+            norm = norm * self._clip_coefficient
+        coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        if self._communicator.num_ranks == 1:  # nothing tells when the next backward adds to the gradients
+            self._scale_gradients(coefficient)
+            return norm.to(self._tables.steps.device)
+        before = self._clip_coefficient
+        self._clip_coefficient = coefficient if before is None else before * coefficient
+        return norm.to(self._tables.steps.device)
+
+    @torch.no_grad()
+    def _apply_clip(self) -> None:
+        """Scale the gradients for good before another backward adds to them."""
+        coefficient, self._clip_coefficient = self._clip_coefficient, None
+        if coefficient is None:
+            return
+        for bucket in self._reducer.buckets:
+            if bucket.grad is not None:
+                bucket.grad.mul_(coefficient.to(bucket.grad))
+
+    def _scale_gradients(self, coefficient: Tensor) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                grad: Tensor | None = param.grad
+                if grad is not None:
+                    grad.mul_(coefficient.to(grad.device))
+
+    def _global_norm(self, order: float) -> Tensor:
+        is_owned = self._tables.owned_flags(self._reducer.slots, self.param_groups)
+        return global_norm(self._reducer.gradient_parts(is_owned), order, self._communicator)
+
+    # ---- the step ------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update every parameter that has a gradient. All ranks must call; communicates.
+
+        Args:
+            closure: Re-evaluates the model and returns the loss.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._adopt_unfrozen()
+        self._reducer.take_back_replaced()
+        self._reducer.collect()
+        self._stage.before_step()
+        self._forget_cleared_state()
+        if self._is_step_allowed():
+            self._update()
+        self._clip_coefficient = None
+        self._reducer.after_step()
+        self._sent_in_step = self._communicator.sent_nbytes - self._sent_before_step
+        self._sent_before_step = self._communicator.sent_nbytes
+        return loss
+
+    def _adopt_unfrozen(self) -> None:
+        """Take charge of parameters that were frozen when the optimizer was built. All ranks unfreeze alike."""
+        if self._builder.has_new_params(self.param_groups):
+            self._builder.build(self.param_groups)
+            self._after_new_buckets()
+
+    def _forget_cleared_state(self) -> None:
+        """Start anew where the user has removed a parameter's entry from ``self.state``."""
+        if len(self.state) >= int(self._is_exposed.sum()):
+            return
+        for index in self._is_exposed.nonzero().flatten().tolist():
+            slot = self._reducer.slots[index]
+            if slot.param not in self.state:
+                clear_state(slot)
+                self._tables.steps[index] = 0
+                self._is_exposed[index] = 0
+
+    def _is_step_allowed(self) -> bool:
+        if self.config.max_grad_norm is not None:
+            norm = self._global_norm(2.0)
+            coefficient = torch.clamp(self.config.max_grad_norm / (norm + 1e-6), max=1.0)
+            before = self._clip_coefficient
+            self._clip_coefficient = coefficient if before is None else before * coefficient
+        elif self.config.skip_nonfinite:
+            norm = self._global_norm(2.0)
+        else:
+            return True
+        if self.config.skip_nonfinite and not bool(torch.isfinite(norm)):
+            _warn_skipped(norm)
+            return False
+        return True
+
+    def _update(self) -> None:
+        flags = self._reducer.active_flags()
+        if self.config.check == "every_step":
+            self._compare_flags(flags)
+        reducer = self._reducer
+        updated = self._tables.begin_step(flags, reducer.slots, self.param_groups)
+        is_updated = updated.numpy()
+        for bucket in reducer.buckets:
+            if is_updated[bucket.slots.start : bucket.slots.stop].any():
+                self._update_bucket(bucket)
+                self._stage.publish(bucket)
+        self._stage.finish_publishing()
+        with torch._C.DisableTorchFunctionSubclass():
+            params = [reducer.slots[index].param for index in updated.nonzero().flatten().tolist()]
+            torch.autograd.graph.increment_version(params)
+        self._expose_state(updated)
+
+    def _update_bucket(self, bucket: Bucket) -> None:
+        bucket.allocate_state(self.config.state_dtype, self.config.master != "none")
+        if bucket.max_exp_avg_sq is None and any(group["amsgrad"] for group in self.param_groups):
+            bucket.allocate_max_exp_avg_sq()
+            self._is_exposed.zero_()
+        scale, tables = self._clip_coefficient, self._tables
+        self._kernels.adamw_(
+            bucket.shard,
+            bucket.low,
+            self._reducer.gradient_of(bucket),
+            bucket.exp_avg,
+            bucket.exp_avg_sq,
+            bucket.max_exp_avg_sq,
+            bucket.segment_table,
+            *(table.to(bucket.device) for table in (tables.steps, tables.is_active, tables.groups, tables.hyper)),
+            None if scale is None else scale.to(device=bucket.device, dtype=bucket.math_dtype),
+        )
+
+    def _compare_flags(self, flags: Tensor) -> None:
+        lowest = self._communicator.agree(flags.clone(), "min", "the check of every step")
+        highest = self._communicator.agree(flags.clone(), "max", "the check of every step")
+        differing = (lowest != highest).nonzero().flatten().tolist()
+        if differing:
+            names = ", ".join(self._reducer.slots[index].name for index in differing[:4])
+            raise RuntimeError(
+                f"ranks differ in which parameters have a gradient: {names}. Clear gradients on all ranks alike"
+            )
+
+    # ---- state ---------------------------------------------------------------------------------------------
+
+    def _expose_state(self, has_state: Tensor) -> None:
+        """Let ``self.state`` show the step count and the own part of the moments (aliases) of these slots."""
+        for index in (has_state > self._is_exposed).nonzero().flatten().tolist():
+            self.state[self._reducer.slots[index].param] = self._state_entry(index)
+            self._is_exposed[index] = 1
+
+    def _state_entry(self, index: int) -> dict[str, Tensor]:
+        slot = self._reducer.slots[index]
+        entry = {"step": self._tables.steps[index]}
+        for name in STATE_NAMES:
+            flat = getattr(slot.bucket, name)
+            if flat is not None:
+                entry[name] = slot.bucket.local_view(flat, slot.position)
+        return entry
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's part of the state; never communicates.
+
+        As in torch, with each moment cut to the part that this rank owns, the low halves of 16-bit masters (``low``),
+        and a ``zero_shard`` entry that says which part it is. Loads into an optimizer of the same stage, world size and
+        config; `full_state_dict` and `zero_shard.save` load anywhere.
+        """
+        state_dict = super().state_dict()
+        for number, low in low_parts(self._reducer.slots, self.param_groups).items():
+            if number in state_dict["state"]:
+                state_dict["state"][number] = {**state_dict["state"][number], "low": low}
+        state_dict[LAYOUT_KEY] = layout_entry(self._reducer.slots, self.param_groups, self._communicator)
+        return state_dict
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a ``state_dict`` of the same layout, or a full one as plain AdamW writes; never communicates.
+
+        Raises:
+            ValueError: Groups or shapes differ, or the layout is another one. Nothing has been changed then.
+        """
+        loaded = check_state_dict(state_dict, self._reducer.slots, self.param_groups)
+        with torch.inference_mode(False):
+            self._is_exposed.zero_()
+            super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
+            copy_state(
+                loaded, self._reducer.slots, self.config.state_dtype, self.config.master != "none", self._tables.steps
+            )
+            self._expose_state(self._tables.steps.cpu() > 0)
+
+    @torch.no_grad()
+    def full_state_dict(self) -> dict[str, Any]:
+        """Return what ``torch.optim.AdamW.state_dict()`` would be: full tensors on the CPU of rank 0, {} elsewhere.
+
+        All ranks must call; communicates, one bucket at a time.
+        """
+        reducer = self._reducer
+        state = full_state(reducer.slots, reducer.buckets, self.param_groups, self._tables.steps, self._communicator)
+        if self._communicator.rank != 0:
+            return {}
+        return {"state": state, "param_groups": super().state_dict()["param_groups"]}
+
+    def usage(self) -> Usage:
+        """Return this rank's bytes: model state promised and held now, sent at the least and sent in the last step."""
+        buckets = self._reducer.buckets
+        ranks = self._communicator
+        return Usage(
+            promised_nbytes(buckets, self.config, ranks.num_ranks),
+            sum(bucket.held_nbytes() for bucket in buckets) + self._reducer.held_nbytes() + self._tables.steps.nbytes,
+            floor_sent_nbytes(buckets, self.config, ranks.num_ranks),
+            self._sent_in_step,
+        )
+
+
+def _calling(method: weakref.WeakMethod[Callable[[], None]]) -> Callable[[], None]:
+    def call() -> None:
+        alive = method()
+        if alive is not None:
+            alive()
+
+    return call
+
+
+def _leave(lists: Sequence[list[Any]], slots: Sequence[GradSlot]) -> None:
+    """Make the parameters of a deleted optimizer ordinary ones again."""
+    for handles in lists:
+        for handle in handles:
+            handle.remove()
+    for slot in slots:
+        if isinstance(slot.param.grad, ShardedGrad):
+            slot.param.grad = None
+
+
+def _warn_skipped(norm: Tensor) -> None:
+    warnings.warn(f"zero_shard skipped a step on all ranks: the gradient norm is {norm.item()}", stacklevel=4)

@@ -1,0 +1,345 @@
+"""Checkpoints: an ordinary directory of torch.distributed.checkpoint (DCP) with true-shaped tensors.
+
+Keys are ``model.<name>``, ``optim.state.<name>.exp_avg`` and so on; groups, step counts and the user's extras are in
+``zero_shard.pt``. Every rank writes the rectangles of its own shards, so stage, bucket size and world size leave no
+trace. The directory appears under its name only when all of it has been written.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+
+from zero_shard.adamw import AdamW
+from zero_shard.buffers import STATE_NAMES, Bucket
+from zero_shard.stages.slots import GradSlot
+
+_FACTS = "zero_shard.pt"
+_SHARD_NAMES = (*STATE_NAMES, "low")
+
+
+class Rectangle(NamedTuple):
+    """A box of an n-d tensor that is one run of its memory."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    start: int  # of the run, in elements from the start of the tensor's memory
+
+
+def rectangles(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Rectangle]:
+    """Cut the elements [start, stop) of a row-major tensor into boxes: part of a first row, whole rows, part of a last.
+
+    For n dimensions at most 2 n - 1 boxes.
+    """
+    if start >= stop:
+        return
+    if not shape:
+        yield Rectangle((), (), start)
+        return
+    inner = math.prod(shape[1:])
+    first, last = -(-start // inner), stop // inner  # whole rows
+    if first > last:  # all within one row
+        yield from _in_row(shape, last, start, stop)
+        return
+    yield from _in_row(shape, first - 1, start, min(first * inner, stop))
+    if first < last:
+        zeros = (0,) * (len(shape) - 1)
+        yield Rectangle((first, *zeros), (last - first, *shape[1:]), first * inner)
+    yield from _in_row(shape, last, max(last * inner, start), stop)
+
+
+def _in_row(shape: tuple[int, ...], row: int, start: int, stop: int) -> Iterator[Rectangle]:
+    base = row * math.prod(shape[1:])
+    for box in rectangles(shape[1:], start - base, stop - base):
+        yield Rectangle((row, *box.offsets), (1, *box.sizes), base + box.start)
+
+
+class ShardedEntry:
+    """This rank's part of one tensor, as DCP wants it: boxes of the true shape, without communication.
+
+    Args:
+        flat: Shard-sized tensor [n] that holds the part.
+        bucket: The bucket it belongs to.
+        position: The parameter's place in the bucket.
+    """
+
+    def __init__(self, flat: Tensor, bucket: Bucket, position: int) -> None:
+        view, segment = bucket.views[position], bucket.segment_of.get(position)
+        self._shape, self._dtype = view.shape, flat.dtype
+        self._boxes: list[tuple[ChunkStorageMetadata, Tensor]] = []
+        if segment is None:
+            return
+        strides = view.stride()
+        # In memory the dimensions lie in the order of their strides, which need not be that of the shape.
+        order = sorted(range(view.dim()), key=lambda dim: (-strides[dim], view.shape[dim] == 1, dim))
+        place = sorted(range(view.dim()), key=order.__getitem__)
+        lengths = tuple(view.shape[dim] for dim in order)
+        for box in rectangles(lengths, segment.param_start, segment.param_start + segment.numel):
+            at = segment.shard_start + box.start - segment.param_start
+            piece = flat[at : at + math.prod(box.sizes)].view(box.sizes).permute(place)
+            offsets = torch.Size(box.offsets[dim] for dim in place)
+            self._boxes.append((ChunkStorageMetadata(offsets, piece.shape), piece))
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        """Return the boxes to be read."""
+        return [chunk for chunk, _ in self._boxes]
+
+    def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
+        """Return the boxes to be written."""
+        properties = TensorProperties(dtype=self._dtype)
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self._shape),
+            )
+            for chunk, _ in self._boxes
+        ]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        """Return the box at an offset (an alias)."""
+        return next(piece for chunk, piece in self._boxes if chunk.offsets == index.offset)
+
+
+class _SavePlanner(DefaultSavePlanner):
+    """Finds the boxes of sharded entries, which are no tensors."""
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        entry = self.state_dict[index.fqn]
+        return entry.__get_tensor_shard__(index) if isinstance(entry, ShardedEntry) else super().lookup_object(index)
+
+
+class _LoadPlanner(DefaultLoadPlanner):
+    """Finds the boxes of sharded entries, which are no tensors."""
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        # The default replaces every value that it does not know by None.
+        self.original_state_dict = self.state_dict = state_dict
+        self.metadata, self.is_coordinator = metadata, is_coordinator
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        entry = self.state_dict[index.fqn]
+        return entry.__get_tensor_shard__(index) if isinstance(entry, ShardedEntry) else super().lookup_tensor(index)
+
+
+def save(path: str | os.PathLike[str], module: nn.Module, optimizer: AdamW, **extra: Any) -> None:
+    """Write a checkpoint that loads at any stage and world size. All ranks must call; blocks.
+
+    Args:
+        path: Directory; an older checkpoint of this name is replaced when the new one is complete.
+        extra: Anything that ``torch.load(weights_only=True)`` reads; rank 0's is kept.
+    Raises:
+        RuntimeError: Writing failed on some rank, on all ranks; what stood at ``path`` before is untouched.
+    """
+    target, ranks = Path(path), optimizer._communicator
+    optimizer._reducer.take_back_replaced()
+    temporary = target.with_name(target.name + ".incomplete")
+    entries: dict[str, Any] = dict(_sharded_entries(module, optimizer))
+    with optimizer._communicator.errors_on_all_ranks(f"saving {target}"):
+        if ranks.rank == 0:
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir(parents=True)
+            entries |= {f"model.{name}": tensor.detach() for name, tensor in _plain_tensors(module, optimizer)}
+            torch.save(_facts(module, optimizer) | {"extra": extra}, temporary / _FACTS)
+    with _quiet_alone(optimizer):
+        dcp_save(entries, checkpoint_id=temporary, planner=_SavePlanner(), **_group(optimizer))
+    with optimizer._communicator.errors_on_all_ranks(f"saving {target}"):
+        if ranks.rank == 0:
+            _replace(temporary, target)
+
+
+def load(path: str | os.PathLike[str], module: nn.Module, optimizer: AdamW) -> dict[str, Any]:
+    """Read a checkpoint of any stage and world size into model and optimizer. All ranks must call; blocks.
+
+    Returns:
+        The extras that were passed to `save`.
+    Raises:
+        FileNotFoundError: No complete checkpoint of this name.
+        ValueError: A tensor is missing or has another shape; nothing has been changed then.
+    """
+    source = Path(path)
+    with optimizer._communicator.errors_on_all_ranks(f"loading {source}"):
+        if not (source / _FACTS).is_file():
+            raise FileNotFoundError(f"no complete checkpoint at {os.fspath(source)!r}")
+        facts = torch.load(source / _FACTS, weights_only=True)
+        if facts["group_names"] != _group_names(module, optimizer):
+            raise ValueError(
+                f"the checkpoint's groups hold {facts['group_names']}, expected {_group_names(module, optimizer)}; "
+                "build the optimizer with the same groups in the same order"
+            )
+        stored = FileSystemReader(source).read_metadata().state_dict_metadata
+        plain = {name: torch.empty_like(tensor) for name, tensor in _plain_tensors(module, optimizer)}
+        targets = _make_targets(module, optimizer, stored)
+        entries: dict[str, Any] = {key: entry for target in targets for key, entry in target.entries.items()}
+        entries |= {f"model.{name}": tensor for name, tensor in plain.items()}
+        _check_stored(entries, stored)
+    with _quiet_alone(optimizer):
+        dcp_load(entries, checkpoint_id=source, planner=_LoadPlanner(), **_group(optimizer))
+    _commit(module, optimizer, targets, plain, facts)
+    return dict(facts["extra"])
+
+
+class _Target(NamedTuple):
+    """New shards of one bucket that a checkpoint is read into before anything live is touched."""
+
+    bucket: Bucket
+    shards: dict[str, Tensor]  # "shard" and the names of state -> [n]
+    entries: dict[str, ShardedEntry]
+
+
+def _named_slots(module: nn.Module, optimizer: AdamW) -> Iterator[tuple[str, GradSlot]]:
+    names = {param: name for name, param in module.named_parameters()}
+    for slot in optimizer._reducer.slots:
+        if slot.param not in names:
+            raise ValueError(f"{slot.name} is in the optimizer but not in the module; pass the module that owns it")
+        yield names[slot.param], slot
+
+
+def _sharded_entries(module: nn.Module, optimizer: AdamW) -> Iterator[tuple[str, ShardedEntry]]:
+    steps = optimizer._tables.steps.tolist()
+    for name, slot in _named_slots(module, optimizer):
+        bucket, position = slot.bucket, slot.position
+        if optimizer._communicator.replicas.rank == 0:
+            yield f"model.{name}", ShardedEntry(bucket.shard, bucket, position)
+            for kind in _SHARD_NAMES if steps[slot.index] > 0 else ():
+                flat = getattr(bucket, kind)
+                if flat is not None:
+                    yield f"optim.state.{name}.{kind}", ShardedEntry(flat, bucket, position)
+
+
+def _plain_tensors(module: nn.Module, optimizer: AdamW) -> Iterator[tuple[str, Tensor]]:
+    """Yield what lies in no bucket: frozen or foreign parameters, and the buffers of the state dict."""
+    bucketed = {id(slot.param) for slot in optimizer._reducer.slots}
+    for name, param in module.named_parameters():
+        if id(param) not in bucketed:
+            yield name, param
+    params = {id(param) for param in module.parameters()}
+    for name, value in module.state_dict(keep_vars=True).items():
+        if isinstance(value, Tensor) and id(value) not in params:
+            yield name, value
+
+
+def _facts(module: nn.Module, optimizer: AdamW) -> dict[str, Any]:
+    steps = optimizer._tables.steps.tolist()
+    return {
+        "param_groups": torch.optim.Optimizer.state_dict(optimizer)["param_groups"],
+        "group_names": _group_names(module, optimizer),
+        "extra_states": {
+            name: value for name, value in module.state_dict(keep_vars=True).items() if not isinstance(value, Tensor)
+        },
+        "steps": {name: steps[slot.index] for name, slot in _named_slots(module, optimizer)},
+    }
+
+
+def _group_names(module: nn.Module, optimizer: AdamW) -> list[list[str]]:
+    names = {param: name for name, param in module.named_parameters()}
+    return [[names.get(param, "?") for param in group["params"]] for group in optimizer.param_groups]
+
+
+def _make_targets(module: nn.Module, optimizer: AdamW, stored: dict[str, Any]) -> list[_Target]:
+    targets: dict[int, _Target] = {}
+    for name, slot in _named_slots(module, optimizer):
+        bucket = slot.bucket
+        if bucket.index not in targets:
+            targets[bucket.index] = _Target(bucket, {"shard": torch.zeros_like(bucket.shard)}, {})
+        target = targets[bucket.index]
+        target.entries[f"model.{name}"] = ShardedEntry(target.shards["shard"], bucket, slot.position)
+        for kind in _SHARD_NAMES:
+            key = f"optim.state.{name}.{kind}"
+            if key not in stored:
+                continue
+            if kind not in target.shards:
+                dtype = stored[key].properties.dtype
+                target.shards[kind] = torch.zeros(bucket.layout.shard_numel, dtype=dtype, device=bucket.device)
+            target.entries[key] = ShardedEntry(target.shards[kind], bucket, slot.position)
+    return list(targets.values())
+
+
+def _check_stored(entries: dict[str, Any], stored: dict[str, Any]) -> None:
+    for key, entry in entries.items():
+        found = stored.get(key)
+        if not isinstance(found, TensorStorageMetadata):
+            raise ValueError(f"the checkpoint has no {key}; it was written for another model")
+        expected = entry._shape if isinstance(entry, ShardedEntry) else entry.shape
+        if found.size != expected:
+            raise ValueError(f"{key} has shape {tuple(found.size)} in the checkpoint, expected {tuple(expected)}")
+
+
+@torch.no_grad()
+def _commit(
+    module: nn.Module, optimizer: AdamW, targets: list[_Target], plain: dict[str, Tensor], facts: dict[str, Any]
+) -> None:
+    """Move what was read into the live model and optimizer. All ranks call."""
+    for name, tensor in _plain_tensors(module, optimizer):
+        tensor.copy_(plain[name])
+    for name, each in module.named_modules():
+        key = f"{name}._extra_state" if name else "_extra_state"
+        if key in facts["extra_states"]:
+            each.set_extra_state(facts["extra_states"][key])
+    torch.optim.Optimizer.load_state_dict(optimizer, {"state": {}, "param_groups": facts["param_groups"]})
+    has_master = optimizer.config.master != "none"
+    for bucket, shards, _ in targets:
+        bucket.shard.copy_(shards.pop("shard"))
+        if shards:
+            bucket.allocate_state(optimizer.config.state_dtype, has_master)
+        if "max_exp_avg_sq" in shards:
+            bucket.allocate_max_exp_avg_sq()
+        for kind in _SHARD_NAMES:
+            live = getattr(bucket, kind)
+            if live is not None and kind in shards:
+                live.copy_(shards[kind])
+            elif live is not None:
+                live.zero_()  # a zero master of fp16 weights is made again from them
+        optimizer._stage.publish(bucket)
+    optimizer._stage.finish_publishing()
+    steps = [float(facts["steps"].get(name, 0.0)) for name, _ in _named_slots(module, optimizer)]
+    optimizer._tables.steps.copy_(torch.tensor(steps, dtype=torch.float32))
+    optimizer._is_exposed.zero_()
+    optimizer._expose_state(optimizer._tables.steps.cpu() > 0)
+
+
+def _replace(temporary: Path, target: Path) -> None:
+    """Give a complete directory its name; an older one of that name disappears last."""
+    old = target.with_name(target.name + ".old")
+    shutil.rmtree(old, ignore_errors=True)
+    if target.exists():
+        target.rename(old)
+    temporary.rename(target)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+@contextmanager
+def _quiet_alone(optimizer: AdamW) -> Iterator[None]:
+    """Silence DCP's remark that there is only one process, where that is so."""
+    with warnings.catch_warnings():
+        if optimizer._communicator.num_ranks == 1:
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+        yield
+
+
+def _group(optimizer: AdamW) -> dict[str, Any]:
+    ranks = optimizer._communicator
+    return {"no_dist": True} if ranks.num_ranks == 1 else {"process_group": ranks.control}

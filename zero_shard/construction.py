@@ -1,0 +1,246 @@
+"""From parameter groups to buckets: names, checks, units, equal starting values."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from zero_shard.buffers import Bucket, make_bucket
+from zero_shard.collectives import Communicator
+from zero_shard.config import ZeroConfig
+from zero_shard.layout import capped_bucket_nbytes, split_into_buckets
+from zero_shard.stages.base import Layer
+from zero_shard.stages.materialize import check_buffers, materialize
+from zero_shard.stages.parameters import ParameterSharding
+from zero_shard.stages.reduction import Reducer
+from zero_shard.stages.units import find_units
+
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+_SUM_CHUNK_NUMEL = 1 << 20
+
+NamedParam = tuple[str, nn.Parameter]
+
+
+class Builder:
+    """Makes the buckets of an optimizer, once at the start and again for parameters that come later."""
+
+    def __init__(
+        self,
+        config: ZeroConfig,
+        communicator: Communicator,
+        stage: Layer,
+        reducer: Reducer,
+        module: nn.Module | None,
+    ) -> None:
+        self._config, self._communicator = config, communicator
+        self._stage, self._reducer, self._module = stage, reducer, module
+        self._names: dict[nn.Parameter, str] = {}
+        self._known: set[int] = set()  # ids of parameters in a bucket or compared at the start
+        self._bucketed: set[int] = set()
+        self._num_shards = 0
+
+    # ---- names and checks ----------------------------------------------------------------------------------
+
+    def named_params(self, groups: Sequence[dict[str, Any]]) -> list[NamedParam]:
+        """Return every parameter that is taken charge of, with its name: those of the module first."""
+        if not self._names and self._module is not None:
+            self._names = {param: name for name, param in self._module.named_parameters()}
+        found = dict(self._names) if isinstance(self._stage, ParameterSharding) else {}
+        for number, group in enumerate(groups):
+            given = group.get("param_names") or [None] * len(group["params"])
+            for position, (param, name) in enumerate(zip(group["params"], given, strict=True)):
+                default = name or f"param_groups[{number}]['params'][{position}]"
+                found[param] = self._names.get(param, default)
+        return [(name, param) for param, name in found.items()]
+
+    def check(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Refuse what can't be sharded. Local.
+
+        Raises:
+            ValueError: Stage 3 without ``module``; overlapping parameters; ranks that ``shard_size`` does not divide.
+            NotImplementedError: A complex or non-floating parameter.
+        """
+        config, num_ranks = self._config, self._communicator.num_ranks
+        if config.stage == 3 and self._module is None:
+            raise ValueError("stage 3 needs the model: pass module=model beside the parameters, or choose stage 0 to 2")
+        if config.shard_size is not None and num_ranks % config.shard_size:
+            raise ValueError(f"shard_size must divide the {num_ranks} ranks, got {config.shard_size}")
+        named = self.named_params(groups)
+        if num_ranks > 1:
+            self.check_unwrapped(groups)
+        for name, param in named:
+            if param.dtype not in _DTYPES:
+                raise NotImplementedError(
+                    f"parameter {name} has dtype {param.dtype}, expected one of float32, float64, bfloat16, float16; "
+                    "keep it out of the optimizer, or store a complex parameter as two real ones (torch.view_as_real)"
+                )
+            if param.layout != torch.strided:
+                raise NotImplementedError(f"parameter {name} has layout {param.layout}, expected torch.strided")
+            if param.is_meta and self._module is None:
+                raise ValueError(
+                    f"parameter {name} is on the meta device; pass module=model so that it can be initialised"
+                )
+        _check_overlap([each for each in named if id(each[1]) not in self._bucketed])
+        if isinstance(self._stage, ParameterSharding) and self._module is not None:
+            find_units(self._module, config.units, self._bucket_nbytes(named))  # unknown class names raise here
+
+    def check_unwrapped(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Refuse parameters of a DistributedDataParallel: it would average gradients that have been taken away."""
+        names = {id(param): name for name, param in self.named_params(groups)}
+        for candidate in gc.get_objects():
+            if issubclass(type(candidate), DistributedDataParallel):
+                found = [names[id(param)] for param in candidate.parameters() if id(param) in names]
+                if found:
+                    raise ValueError(
+                        f"parameter {found[0]} belongs to a model wrapped in DistributedDataParallel; do not wrap it: "
+                        "zero_shard.AdamW averages gradients itself, at every stage"
+                    )
+
+    def has_new_params(self, groups: Sequence[dict[str, Any]]) -> bool:
+        """Whether a parameter of the groups has no bucket yet though it trains. Local, equal on all ranks."""
+        return any(p.requires_grad and id(p) not in self._bucketed for group in groups for p in group["params"])
+
+    def _bucket_nbytes(self, named: Sequence[NamedParam]) -> int:
+        total = sum(param.numel() * param.element_size() for _, param in named)
+        return capped_bucket_nbytes(self._config.bucket_mib, total)
+
+    # ---- building ------------------------------------------------------------------------------------------
+
+    def build(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Make buckets for all parameters that have none and train. All ranks call; communicates."""
+        is_first = self._num_shards == 0
+        if is_first:
+            limit = self._config.shard_size or self._communicator.num_ranks
+            self._num_shards = self._stage.num_shards(limit)
+            self._communicator.split(self._num_shards)
+        named = self.named_params(groups)
+        nbytes = self._bucket_nbytes(named)
+        if is_first and isinstance(self._stage, ParameterSharding) and self._num_shards > 1:
+            self._build_units(self._stage, nbytes)
+        elif is_first and self._module is not None:
+            materialize(self._module, list(self._module.parameters()), _default_device(self._module))
+        self._build_buckets([each for each in named if id(each[1]) not in self._bucketed], nbytes)
+        self._settle_rest(named)
+        self._known.update(id(param) for _, param in named)
+
+    def _build_units(self, stage: ParameterSharding, nbytes: int) -> None:
+        assert self._module is not None
+        for plan in find_units(self._module, self._config.units, nbytes):
+            materialize(self._module, [param for _, param in plan.params], _default_device(self._module))
+            buckets = [self._make(named) for named in _by_kind(plan.params)]
+            stage.add_unit(plan.name or "the rest of the model", plan.modules, buckets)
+        stage.attach(self._module, self._reducer)
+
+    def _build_buckets(self, named: Sequence[NamedParam], nbytes: int) -> None:
+        named = [each for each in named if each[1].requires_grad]
+        buckets: list[list[NamedParam]] = []
+        for kind in _by_kind(list(reversed(named))):
+            sizes = [param.numel() * param.element_size() for _, param in kind]
+            buckets += [[kind[i] for i in positions] for positions in split_into_buckets(sizes, nbytes)]
+        for bucket in reversed(buckets):  # the reducer puts each new one first
+            self._make(bucket)
+
+    def _make(self, named: Sequence[NamedParam]) -> Bucket:
+        """Move parameters into a new bucket with equal values on all ranks."""
+        hop = self._communicator.shards
+        params, names = [param for _, param in named], [name for name, _ in named]
+        first_slot = len(self._reducer.slots)
+        bucket = make_bucket(
+            params, names, first_slot, self._num_shards, self._communicator.replicas.num_ranks, hop.rank
+        )
+        is_new = any(id(param) not in self._known for param in params)
+        if is_new and self._config.sync_module_states:
+            self._communicator.broadcast_(bucket.full, f"the parameters of rank 0 ({names[0]} ...)")
+        elif is_new:
+            self._compare([(name, view) for name, view in zip(names, bucket.views, strict=True)])
+        self._reducer.add_bucket(bucket)
+        self._bucketed.update(id(param) for param in params)
+        return bucket
+
+    def _settle_rest(self, named: Sequence[NamedParam]) -> None:
+        """Make what is in no bucket equal on all ranks: frozen parameters, those outside the groups, buffers."""
+        tensors = [(name, param.data) for name, param in named if id(param) not in self._bucketed | self._known]
+        if self._module is not None and not self._known:
+            taken = self._bucketed | {id(param) for _, param in named}
+            others = [(n, p) for n, p in self._module.named_parameters() if id(p) not in taken]
+            check_buffers(self._module)
+            tensors += [(name, param.data) for name, param in others]
+            tensors += list(self._module.named_buffers())
+        if not self._config.sync_module_states:
+            self._compare(tensors)
+            return
+        for name, tensor in tensors:
+            if tensor.is_contiguous():
+                self._communicator.broadcast_(tensor, f"{name} of rank 0")
+            else:
+                copy = tensor.contiguous()
+                self._communicator.broadcast_(copy, f"{name} of rank 0")
+                tensor.copy_(copy)
+
+    def _compare(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
+        """Raise on all ranks, with the name, if a tensor differs from rank to rank. All ranks call."""
+        if not tensors or self._communicator.num_ranks == 1:
+            return
+        sums = torch.tensor([_checksum(tensor) for _, tensor in tensors], dtype=torch.int64)
+        lowest = self._communicator.agree(sums.clone(), "min", "the comparison of weights")
+        highest = self._communicator.agree(sums.clone(), "max", "the comparison of weights")
+        for (name, _), low, high in zip(tensors, lowest.tolist(), highest.tolist(), strict=True):
+            if low != high:
+                raise ValueError(
+                    f"ranks start with different values of {name}, and sync_module_states is false; "
+                    "load or seed them alike, or set sync_module_states = true to take those of rank 0"
+                )
+
+
+def _by_kind(named: Iterable[NamedParam]) -> list[list[NamedParam]]:
+    kinds: dict[Any, list[NamedParam]] = {}
+    for name, param in named:
+        kinds.setdefault((param.dtype, param.device, param.requires_grad), []).append((name, param))
+    return list(kinds.values())
+
+
+def _default_device(module: nn.Module) -> torch.device:
+    """Where meta parameters come to life: beside the model's real ones, else on the GPU of this rank, else the CPU."""
+    for tensor in _tensors_of(module):
+        if not tensor.is_meta:
+            return tensor.device
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def _tensors_of(module: nn.Module) -> Iterator[Tensor]:
+    yield from module.parameters()
+    yield from module.buffers()
+
+
+def _checksum(tensor: Tensor) -> int:
+    """A 64-bit sum over the bytes of a tensor, weighted by position."""
+    raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    total = 0
+    for number, chunk in enumerate(raw.split(_SUM_CHUNK_NUMEL)):
+        weights = torch.arange(1, chunk.numel() + 1, dtype=torch.int64)
+        total = (total * 31 + number + int((chunk.to(torch.int64) * weights).sum())) % (2**62)
+    return total
+
+
+def _check_overlap(named: Sequence[NamedParam]) -> None:
+    """Refuse different parameters that share memory: moving them into buckets would untie them silently."""
+    spans = []
+    for name, param in named:
+        if param.is_meta or param.numel() == 0:
+            continue
+        last = sum((length - 1) * step for length, step in zip(param.shape, param.stride(), strict=True))
+        start = param.data_ptr()
+        spans.append((start, start + (last + 1) * param.element_size(), name))
+    spans.sort()
+    for (_, stop, first), (start, _, second) in pairwise(spans):
+        if start < stop:
+            raise ValueError(
+                f"parameters {first} and {second} share memory but are different Parameter objects; tie them by using "
+                "the same Parameter twice"
+            )

@@ -1,0 +1,101 @@
+"""Full parameters for reading, editing and saving, at any stage."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from zero_shard.collectives import default_rank
+from zero_shard.stages.base import Layer
+from zero_shard.stages.parameters import ParameterSharding, Unit
+
+_layers: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def register_layer(param: nn.Parameter, layer: Layer) -> None:
+    """Note which optimizer's stage holds a parameter."""
+    _layers[param] = weakref.ref(layer)
+
+
+@contextmanager
+def gathered(
+    module_or_params: nn.Module | nn.Parameter | Iterable[nn.Parameter], modify: bool = False
+) -> Iterator[None]:
+    """Hold full parameters for the duration of the context. All ranks must enter and leave it.
+
+    Outside of stage 3 parameters are always whole and nothing happens.
+
+    Args:
+        module_or_params: A module (all its parameters), a parameter, or several.
+        modify: Keep changes. Every rank must make the same ones: each keeps its own range of them.
+    Raises:
+        RuntimeError: The optimizer that shards the parameters has been deleted.
+    """
+    with ExitStack() as stack:
+        for layer, params in _by_layer(_params_of(module_or_params)):
+            stack.enter_context(layer.gathered(params, modify))
+        yield
+
+
+@torch.no_grad()
+def full_state_dict(module: nn.Module) -> dict[str, Any]:
+    """Return what ``module.state_dict()`` would be, on the CPU of rank 0, {} elsewhere. All ranks must call.
+
+    Communicates at stage 3, one unit at a time, so that no rank ever holds the whole model on its device.
+    """
+    entries = module.state_dict(keep_vars=True)
+    layers = [layer for layer, _ in _by_layer(list(module.parameters()))]
+    is_kept = all(layer.communicator.rank == 0 for layer in layers) if layers else default_rank() == 0
+    copies: dict[int, Tensor] = {}
+    for params in _unit_by_unit(module):
+        with gathered(params):
+            for param in params if is_kept else ():
+                copies[id(param)] = param.detach().cpu().clone()
+    if not is_kept:
+        return {}
+    full: dict[str, Any] = {}
+    for name, value in entries.items():
+        if id(value) in copies:
+            full[name] = copies[id(value)]
+        else:
+            full[name] = value.detach().cpu().clone() if isinstance(value, Tensor) else value
+    return full
+
+
+def _unit_by_unit(module: nn.Module) -> list[list[nn.Parameter]]:
+    params = list(module.parameters())
+    units: dict[int, Unit] = {}
+    for layer, _ in _by_layer(params):
+        if isinstance(layer, ParameterSharding):
+            units |= {id(p): unit for unit in layer.units for bucket in unit.buckets for p in bucket.params}
+    parts: dict[Any, list[nn.Parameter]] = {}
+    for param in params:
+        unit = units.get(id(param))
+        parts.setdefault(None if unit is None else id(unit), []).append(param)
+    return list(parts.values())
+
+
+def _params_of(value: nn.Module | nn.Parameter | Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    if isinstance(value, nn.Module):
+        return list(value.parameters())
+    if isinstance(value, nn.Parameter):
+        return [value]
+    return list(value)
+
+
+def _by_layer(params: Sequence[nn.Parameter]) -> list[tuple[Layer, list[nn.Parameter]]]:
+    found: dict[int, tuple[Layer, list[nn.Parameter]]] = {}
+    for param in params:
+        reference = _layers.get(param)
+        if reference is None:
+            continue
+        layer = reference()
+        if layer is not None:
+            found.setdefault(id(layer), (layer, []))[1].append(param)
+    return list(found.values())

@@ -1,0 +1,558 @@
+"""Mean gradients over ranks: hooks that collect them in backward, and the rounds that reduce them.
+
+    autograd -> slot.local (full, own)  -> flatten -> exchange slices -> ordered fp32 sum -> bucket.grad (own range)
+
+# Note [Rounds]
+A round reduces every bucket once, in the same order on all ranks. Buckets start as they fill during backward; the
+end of backward starts the rest, with zeros for what this rank has no gradient for. Then all ranks combine one byte
+per parameter ("somebody has a gradient") and per bucket ("more came after it started", as reentrant checkpointing
+does), reduce the late ones, and know which parameters to update. A bucket that nobody used in the last round waits
+for that byte, so that a part of the model which is not trained at the moment sends nothing.
+
+# Note [One exchange in flight]
+Extra memory stays below two buckets and one gradient: an exchange holds the flattened bucket and the received
+slices. It is finished before the next bucket is flattened, and as soon as a quarter of a bucket of new gradients
+has piled up beside it. Only the end of backward starts what is left without finishing: ranks that took other paths may
+need this one's part of them before they get here.
+
+# Note [Patience]
+At stage 3 a peer on another path may be waiting for our part of a gather while we wait for its part of an exchange. So
+there the wait in the middle of backward ends after a while, and backward goes on with one more exchange in flight.
+
+# Note [Nested backward]
+Reentrant checkpointing runs a backward inside a backward. Only the end of the outermost one ends a round; a callback
+of the engine can't be queued there from inside. If no hook of ours ran in the outer one, `collect` ends the round.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from enum import Enum
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
+from torch.utils.hooks import unserializable_hook
+
+from zero_shard.buffers import Bucket
+from zero_shard.collectives import Communicator, Pending
+from zero_shard.norms import global_norms
+from zero_shard.ops import Kernels
+from zero_shard.stages.slots import GradSlot, flat_gradients
+
+
+class _Hop(Enum):
+    """What an exchange is on its way to."""
+
+    FIRST = "slices of the own shard (stage 0: of this replica's part)"
+    ACROSS = "slices of this replica's part of the shard"
+    BACK = "the other replicas' parts of the shard"
+
+
+class _Exchange(NamedTuple):
+    bucket: Bucket
+    hop: _Hop
+    slices: Tensor  # [K, n]
+    pending: Pending
+
+
+class Reducer:
+    """Reduces the gradients of buckets over the ranks of a communicator.
+
+    Args:
+        communicator: The ranks; split into shards before the first bucket is added.
+        kernels: flatten_ and reduce_slices_.
+        reduce_dtype: dtype on the wire; None = the parameters'. fp64 gradients always travel as fp64.
+        is_eager: Reduce in backward (stages 0, 2, 3), or only when the gradient is read (stage 1).
+    """
+
+    def __init__(
+        self, communicator: Communicator, kernels: Kernels, reduce_dtype: torch.dtype | None, is_eager: bool
+    ) -> None:
+        self.buckets: list[Bucket] = []
+        self.slots: list[GradSlot] = []
+        self.handles: list[Any] = []  # of every hook
+        self.before_backward: Callable[[], None] | None = None  # set by the optimizer
+        self.before_first_backward: Callable[[], None] | None = None  # set by the optimizer
+        # Set by the parameters layer.
+        self.at_backward_end: Callable[[], None] | None = None
+        self.at_backward_abandoned: Callable[[], None] | None = None
+        self.at_bucket_complete: Callable[[Bucket], None] | None = None
+        self.communicator, self._kernels = communicator, kernels
+        self._reduce_dtype, self._is_eager = reduce_dtype, is_eager
+        self._is_alone = communicator.num_ranks == 1
+        self._is_synchronizing = True
+        self._is_fresh = False  # the gradients on all ranks are reduced and agreed on
+        self._is_open = False  # a backward is under way
+        self._is_finish_queued = False  # and its end will call back
+        self._graph_tasks: set[int] = set()
+        self._order: list[int] = []  # buckets in the order in which they start, the same on all ranks
+        self._has_learned_order = False
+        self._ready_order: list[int] = []
+        self._next = 0
+        self._is_started: list[bool] = []
+        self._is_idle: list[bool] = []  # nobody had a gradient in the last round
+        self._num_missing: list[int] = []
+        self._exchanges: list[_Exchange] = []
+        self.patience_s: float | None = None  # set by the parameters layer
+        self._is_impatient = False
+        self._local_nbytes = 0
+        self._norms: dict[float, dict[int, Tensor]] = {}  # order -> slot -> norm
+
+    # ---- set-up --------------------------------------------------------------------------------------------
+
+    def add_bucket(self, bucket: Bucket) -> None:
+        """Take charge of the gradients of a bucket. All ranks add the same buckets in the same order."""
+        bucket.index = len(self.buckets)
+        self.buckets.append(bucket)
+        for position in range(len(bucket.params)):
+            slot = GradSlot(bucket.first_slot + position, position, bucket, self)
+            assert slot.index == len(self.slots)
+            self.slots.append(slot)
+            self._attach(slot)
+        self._order.insert(0, bucket.index)  # backward meets the last parameters first
+        self._is_started.append(False)
+        self._is_idle.append(False)
+        self._num_missing.append(0)
+        self._has_learned_order = False
+
+    def _attach(self, slot: GradSlot) -> None:
+        if self._is_alone or slot.is_attached or not slot.param.requires_grad:
+            return
+        # Weak: hooks live in C++ beside the parameter, where the garbage collector sees no cycle.
+        reducer, index = weakref.ref(self), slot.index
+
+        @unserializable_hook  # type: ignore[untyped-decorator]
+        def before(_: Tensor) -> None:
+            alive = reducer()
+            if alive is not None:
+                alive._before_accumulate(alive.slots[index])
+
+        def after(_: nn.Parameter) -> None:
+            alive = reducer()
+            if alive is not None:
+                alive._after_accumulate(alive.slots[index])
+
+        slot.is_attached = True
+        self.handles += [
+            slot.param.register_hook(before),
+            slot.param.register_post_accumulate_grad_hook(after),
+        ]
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Keep gradients local in the backward passes inside."""
+        before, self._is_synchronizing = self._is_synchronizing, False
+        try:
+            yield
+        finally:
+            self._is_synchronizing = before
+
+    # ---- in backward ---------------------------------------------------------------------------------------
+
+    def open_backward(self) -> None:
+        """Note that a backward is under way, and have its end call back. Called from hooks, often."""
+        task = torch._C._current_graph_task_id()
+        if self._is_open and task in self._graph_tasks:
+            return
+        is_nested = _is_inside_node()
+        if self._is_finish_queued and not is_nested:
+            self.abandon_backward()  # the last one ended in an exception
+        if not self._is_open:
+            if self.before_backward is not None:
+                self.before_backward()
+            if self.before_first_backward is not None:
+                check, self.before_first_backward = self.before_first_backward, None
+                check()
+            self._is_open = True
+            for bucket in self.buckets:
+                bucket.was_gathered = not bucket.is_released
+            self._notice_drops()
+            self._start_counting()
+        self._graph_tasks.add(task)
+        if not is_nested:
+            self._is_finish_queued = True
+            _open_reducers.add(self)
+            torch.autograd.Variable._execution_engine.queue_callback(_finish_all)
+
+    def abandon_backward(self) -> None:
+        """Forget a backward that an exception ended half-way, on all ranks alike: what it added is dropped."""
+        self._is_open = self._is_finish_queued = False
+        self._graph_tasks.clear()
+        exchanges, self._exchanges = self._exchanges, []
+        for exchange in exchanges:  # what peers have sent must not stay behind for the next one
+            exchange.pending.wait()
+        for slot in self.slots:
+            slot.local = None
+            if self._is_started[slot.bucket.index]:
+                slot.handed, slot.has_reduced = None, False
+            slot.param.grad = slot.handed
+        for bucket in self.buckets:
+            bucket.grad = None if self._is_started[bucket.index] else bucket.grad
+        self._is_fresh = False
+        if self.at_backward_abandoned is not None:
+            self.at_backward_abandoned()
+
+    def _start_counting(self) -> None:
+        self._next, self._local_nbytes, self._ready_order = 0, 0, []
+        self._is_impatient = False
+        for bucket in self.buckets:
+            slots = self.slots[bucket.slots.start : bucket.slots.stop]
+            self._num_missing[bucket.index] = sum(slot.param.requires_grad for slot in slots)
+            self._is_started[bucket.index] = False
+            for slot in slots:
+                slot.is_ready = slot.is_sent = False
+
+    def _before_accumulate(self, slot: GradSlot) -> None:
+        self.open_backward()
+        param = slot.param
+        if slot.bucket.is_released and not slot.bucket.was_gathered:
+            raise RuntimeError(
+                f"backward reached {slot.name} while it was released: its module was used outside of the forward that "
+                "gathers it. Name the module that uses it in the config's units, or wrap the use in zero_shard.gathered"
+            )
+        if param.grad is not None and param.grad is slot.handed:
+            param.grad = None
+        if slot.local is not None:
+            param.grad, slot.local = slot.local, None  # autograd adds to it in place
+
+    def _after_accumulate(self, slot: GradSlot) -> None:
+        slot.take()
+        if slot.is_ready:
+            return  # a second contribution in this backward waits for the end of the round
+        slot.is_ready = True
+        bucket = slot.bucket
+        assert slot.local is not None
+        self._local_nbytes += slot.local.nbytes
+        if self._exchanges and 4 * self._local_nbytes > self._exchanges[-1].bucket.full_nbytes:
+            self._make_room()
+        self._num_missing[bucket.index] -= 1
+        if self._num_missing[bucket.index] == 0:
+            self._complete(bucket)
+
+    def _complete(self, bucket: Bucket) -> None:
+        if self._is_eager and self._is_synchronizing:
+            self._ready_order.append(bucket.index)
+            self._start_ready_buckets()
+        if self.at_bucket_complete is not None:
+            self.at_bucket_complete(bucket)
+
+    def is_complete(self, bucket: Bucket) -> bool:
+        """Whether all gradients of a bucket have arrived in the present backward."""
+        return self._num_missing[bucket.index] <= 0
+
+    def _start_ready_buckets(self) -> None:
+        while self._next < len(self._order):
+            index = self._order[self._next]
+            if self._is_idle[index] or not self._has_trainable(index):
+                self._next += 1
+                continue
+            if self._num_missing[index] > 0:
+                return
+            self._next += 1
+            if self._is_open:
+                self._make_room()
+            self._start(self.buckets[index])
+
+    def _has_trainable(self, index: int) -> bool:
+        bucket = self.buckets[index]
+        return any(param.requires_grad for param in bucket.params)
+
+    def finish_backward(self) -> None:
+        """End the present backward: reduce what is left, or mark gradients as pending. Called by the engine."""
+        if not self._is_open:
+            return
+        for slot in self.slots:  # autograd.grad runs the hook before accumulation without accumulating
+            if slot.param.grad is not None and slot.param.grad is not slot.handed:
+                slot.take()
+        is_reducing = self._is_eager and self._is_synchronizing
+        self._is_open = self._is_finish_queued = False
+        if is_reducing:
+            self._num_missing = [0] * len(self.buckets)
+            self._start_ready_buckets()
+        if self.at_backward_end is not None:
+            self.at_backward_end()
+        if is_reducing:
+            self._finish_round()
+        else:
+            self._is_fresh = False
+            self._hand_pending()
+        self._graph_tasks.clear()
+
+    def _hand_pending(self) -> None:
+        """Give out gradients that are reduced at the first read.
+
+        At stage 1 every trainable parameter gets one: another rank may have a gradient for it, and all must read alike.
+        """
+        for slot in self.slots:
+            is_possible = not self._is_eager and slot.param.requires_grad and slot.handed is None
+            if slot.local is not None or is_possible:
+                slot.hand_pending()
+            elif slot.handed is not None:
+                slot.param.grad = slot.handed
+
+    # ---- rounds --------------------------------------------------------------------------------------------
+
+    def collect(self) -> None:
+        """Reduce every gradient that is not reduced yet. All ranks call; blocks. Repeated calls cost nothing.
+
+        A plain tensor that the user put into ``param.grad`` counts as this rank's local gradient.
+        """
+        if self._is_open:
+            self.finish_backward()
+        self._notice_drops()
+        if self._is_alone:
+            return
+        has_local = False
+        for slot in self.slots:
+            grad = slot.param.grad
+            if grad is not None and grad is not slot.handed:
+                slot.take()
+            has_local |= slot.local is not None
+        if self._is_fresh and not has_local:
+            return
+        for slot in self.slots:
+            self._attach(slot)  # those unfrozen since
+        self._start_counting()
+        if self._is_eager:  # as the end of backward does on ranks that had one
+            self._num_missing = [0] * len(self.buckets)
+            self._start_ready_buckets()
+            if self.at_backward_end is not None:
+                self.at_backward_end()
+        self._finish_round()
+
+    def _finish_round(self) -> None:
+        self._finish_exchanges()
+        num_slots = len(self.slots)
+        flags = torch.zeros(num_slots + len(self.buckets), dtype=torch.uint8)
+        mine = flags.numpy()
+        for slot in self.slots:
+            if slot.is_sent or slot.local is not None:
+                mine[slot.index] = 1
+                if slot.local is not None and self._is_started[slot.bucket.index]:
+                    mine[num_slots + slot.bucket.index] = 1
+        union = self.communicator.agree(flags, "max", "the list of gradients present").numpy()
+        for bucket in self.buckets:
+            is_used = bool(union[bucket.slots.start : bucket.slots.stop].any())
+            is_late = bool(union[num_slots + bucket.index])
+            if is_late or (is_used and not self._is_started[bucket.index]):
+                self._start(bucket)
+                self._finish_exchanges()
+            self._is_idle[bucket.index] = not is_used
+        for slot, is_present in zip(self.slots, union[:num_slots].tolist(), strict=True):
+            slot.has_reduced |= bool(is_present)
+            if slot.has_reduced:
+                slot.hand()
+            elif slot.handed is not None:  # was pending, and nobody had one
+                slot.handed = slot.param.grad = None
+        self._norms.clear()
+        self._learn_order()
+        self._is_fresh = True
+
+    def _learn_order(self) -> None:
+        """Take the order in which rank 0's buckets filled as everybody's order from now on, once it had a backward."""
+        if self._has_learned_order:
+            return
+        rest = [index for index in self._order if index not in set(self._ready_order)]
+        message = torch.tensor([bool(self._ready_order), *self._ready_order, *rest], dtype=torch.int64)
+        if self.communicator.rank != 0:
+            message.zero_()
+        is_known, *order = self.communicator.agree(message, "sum", "the order of buckets").tolist()
+        if is_known:
+            self._order, self._has_learned_order = order, True
+
+    def _start(self, bucket: Bucket) -> None:
+        """Flatten the local gradients of a bucket, free them, and start to exchange slices."""
+        wire_dtype = bucket.dtype
+        if self._reduce_dtype is not None and bucket.dtype != torch.float64:
+            wire_dtype = self._reduce_dtype
+        wire = torch.empty(bucket.layout.numel, dtype=wire_dtype, device=bucket.device)
+        slots = self.slots[bucket.slots.start : bucket.slots.stop]
+        local = [(slot.position, slot.local) for slot in slots if slot.local is not None]
+        self._kernels.flatten_(wire, *flat_gradients(bucket, local))
+        for slot in slots:
+            slot.is_sent |= slot.local is not None
+            slot.local = None
+        self._local_nbytes = 0
+        self._is_started[bucket.index] = True
+        hop = self.communicator.shards if bucket.layout.num_shards > 1 else self.communicator.replicas
+        label = f"the gradients of {bucket.label}"
+        slices, pending = self.communicator.exchange(hop, wire, 3 * bucket.index, label)
+        self._exchanges.append(_Exchange(bucket, _Hop.FIRST, slices, pending))
+
+    def _make_room(self) -> None:
+        """Finish the exchanges in flight in the middle of backward, unless peers keep away (see Note [Patience])."""
+        if not self._finish_exchanges(self.patience_s if not self._is_impatient else 0.0):
+            self._is_impatient = True
+
+    def _finish_exchanges(self, patience_s: float | None = None) -> bool:
+        """Wait for exchanges in flight and add their slices to the buckets' gradients; return whether all are done."""
+        while self._exchanges:
+            if not self._exchanges[0].pending.wait(patience_s):
+                return False
+            follow_up = self._advance(self._exchanges.pop(0))
+            if follow_up is not None:
+                self._exchanges.insert(0, follow_up)
+        return True
+
+    def _advance(self, exchange: _Exchange) -> _Exchange | None:
+        """Use what an exchange has brought; return the one that follows where there are replicas."""
+        bucket, hop, slices, _ = exchange
+        communicator, replicas = self.communicator, self.communicator.replicas
+        label = f"the gradients of {bucket.label} across replicas"
+        if hop is _Hop.BACK:
+            return None
+        if hop is _Hop.FIRST and replicas.num_ranks > 1 and bucket.layout.num_shards > 1:
+            partial = torch.empty(bucket.layout.shard_numel, dtype=bucket.math_dtype, device=bucket.device)
+            self._kernels.reduce_slices_(partial, slices, 1, False)
+            slices, pending = communicator.exchange(replicas, partial, 3 * bucket.index, label)
+            return _Exchange(bucket, _Hop.ACROSS, slices, pending)
+        accumulate = bucket.grad is not None
+        if bucket.grad is None:
+            bucket.grad = torch.empty(bucket.layout.shard_numel, dtype=bucket.math_dtype, device=bucket.device)
+        numel = bucket.grad.numel() // replicas.num_ranks
+        own = bucket.grad[replicas.rank * numel : (replicas.rank + 1) * numel]
+        self._kernels.reduce_slices_(own, slices, communicator.num_ranks, accumulate)
+        if replicas.num_ranks == 1:
+            return None
+        pending = communicator.all_gather_(replicas, bucket.grad, 3 * bucket.index, label)
+        return _Exchange(bucket, _Hop.BACK, slices, pending)
+
+    # ---- what the optimizer asks for -----------------------------------------------------------------------
+
+    def take_back_replaced(self) -> None:
+        """Move parameters whose data the user has replaced back into their buckets. Local."""
+        for bucket in self.buckets:
+            if not bucket.is_released:
+                bucket.take_back_replaced()
+
+    def active_flags(self) -> Tensor:
+        """Return one byte per slot: 1 if the parameter has a gradient. After `collect`, equal on all ranks."""
+        flags = bytearray(len(self.slots))
+        for slot in self.slots:
+            flags[slot.index] = slot.param.grad is not None
+        return torch.frombuffer(flags, dtype=torch.uint8) if flags else torch.zeros(0, dtype=torch.uint8)
+
+    def gradient_of(self, bucket: Bucket) -> Tensor:
+        """Return the mean gradient of the own shard [n], fp32 or fp64. Valid until the next call."""
+        if not self._is_alone:
+            assert bucket.grad is not None, f"{bucket.label} has no reduced gradient"
+            return bucket.grad
+        flat = torch.empty(bucket.layout.numel, dtype=bucket.math_dtype, device=bucket.device)
+        self._kernels.flatten_(flat, *flat_gradients(bucket, self._plain_gradients(bucket)))
+        return flat
+
+    def _plain_gradients(self, bucket: Bucket) -> list[tuple[int, Tensor]]:
+        found = []
+        for position, param in enumerate(bucket.params):
+            if param.grad is not None:
+                if param.grad.layout != torch.strided:
+                    raise RuntimeError(
+                        f"the gradient of {bucket.names[position]} has layout {param.grad.layout}, expected "
+                        "torch.strided; build the embedding with sparse=False"
+                    )
+                found.append((position, param.grad.detach()))
+        return found
+
+    def gradient_parts(self, is_owned: Tensor) -> Iterator[Tensor]:
+        """Yield this rank's parts of the whole mean gradient, for norms, one bucket at a time. After `collect`.
+
+        Args:
+            is_owned: [P] uint8 on the CPU: the parameter is in a group; others do not count.
+        """
+        owned = is_owned.numpy()
+        for bucket in self.buckets:
+            counts = owned[bucket.slots.start : bucket.slots.stop]
+            grad = self.gradient_of(bucket) if self._is_alone else bucket.grad
+            if grad is not None and counts.all():
+                yield grad
+            elif grad is not None:
+                for position in counts.nonzero()[0].tolist():
+                    yield bucket.local_part(grad, position)
+            del grad
+
+    def norm_of(self, slot: GradSlot, order: float) -> Tensor:
+        """Return the norm of one mean gradient, 0-dim fp64 on the CPU. All ranks call.
+
+        The norms of all gradients are taken in one message and kept until one is reduced or accessed, as clipping code
+        asks for them one by one.
+        """
+        if order not in self._norms:
+            slots = [each for each in self.slots if each.has_reduced]
+            norms = global_norms([each.reduced_part() for each in slots], order, self.communicator)
+            self._norms[order] = {each.index: norm for each, norm in zip(slots, norms, strict=True)}
+        return self._norms[order].get(slot.index, torch.zeros((), dtype=torch.float64))
+
+    def forget_norms(self) -> None:
+        """Forget the norms that were taken: gradients may have changed. All ranks do so at the same call."""
+        self._norms.clear()
+
+    def zero_grad(self, set_to_none: bool) -> None:
+        """Drop all gradients, or set them to zero."""
+        if self._is_open:  # a backward that failed half-way
+            self.abandon_backward()
+        for slot in self.slots:
+            if set_to_none or slot.handed is None:
+                slot.local, slot.handed, slot.has_reduced = None, None, False
+                slot.param.grad = None if set_to_none else slot.param.grad
+            elif slot.local is not None:
+                slot.local.zero_()
+        for bucket in self.buckets:
+            if set_to_none:
+                bucket.grad = None
+            elif bucket.grad is not None:
+                bucket.grad.zero_()
+        self._norms.clear()
+        self._is_fresh = self._is_fresh and not set_to_none
+
+    def after_step(self) -> None:
+        """Note that the gradients have been used; the next step agrees anew if no backward has done so."""
+        self._is_fresh = False
+
+    def held_nbytes(self) -> int:
+        """Bytes of gradients that are not in a bucket: local ones."""
+        local = sum(slot.local.nbytes for slot in self.slots if slot.local is not None)
+        if self._is_alone:
+            local += sum(slot.param.grad.nbytes for slot in self.slots if slot.param.grad is not None)
+        return local
+
+    def _notice_drops(self) -> None:
+        """Forget gradients that the user has taken away or replaced since they were handed out."""
+        if self._is_alone:
+            return
+        for bucket in self.buckets:
+            has_reduced = False
+            for slot in self.slots[bucket.slots.start : bucket.slots.stop]:
+                if slot.handed is not None and slot.param.grad is not slot.handed:
+                    slot.drop()
+                has_reduced |= slot.has_reduced
+            if not has_reduced:
+                bucket.grad = None
+
+
+_open_reducers: weakref.WeakSet[Reducer] = weakref.WeakSet()
+
+
+def _finish_all() -> None:
+    """End the backward of every optimizer that took part in it, in the order in which they were built.
+
+    Ranks may meet the parameters of several optimizers in different orders; their agreements must not cross.
+    """
+    reducers = sorted(_open_reducers, key=lambda reducer: reducer.communicator.number)
+    _open_reducers.clear()
+    for reducer in reducers:
+        reducer.finish_backward()
+
+
+def _is_inside_node() -> bool:
+    """Whether a Python autograd node's backward is on the stack. See Note [Nested backward]."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is BackwardCFunction.apply.__code__:
+            return True
+        frame = frame.f_back
+    return False

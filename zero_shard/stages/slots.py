@@ -1,0 +1,162 @@
+"""One parameter in a bucket, and the state of its gradient on this rank."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from zero_shard.buffers import Bucket
+from zero_shard.collectives import Communicator
+from zero_shard.sharded_grad import ShardedGrad
+
+
+class GradOwner(Protocol):
+    """Who reduces the gradients of slots."""
+
+    communicator: Communicator
+
+    def collect(self) -> None:
+        """Reduce every gradient that is not reduced yet; all ranks call."""
+
+    def norm_of(self, slot: GradSlot, order: float) -> Tensor:
+        """Return the norm of one mean gradient; all ranks call."""
+
+    def forget_norms(self) -> None:
+        """Note that gradients may change."""
+
+
+class GradSlot:
+    """The gradient of one parameter between autograd and its bucket.
+
+    Attributes:
+        local: This rank's own full gradient, not reduced yet; None if there is none.
+        handed: The object given to the user as ``param.grad``; if ``param.grad`` is another one, the user took it.
+        has_reduced: The bucket's ``grad`` holds a mean gradient of this parameter.
+        is_ready: The gradient has arrived in the present backward.
+        is_sent: A local gradient has gone into the exchange of the present round.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        position: int,
+        bucket: Bucket,
+        owner: GradOwner,
+    ) -> None:
+        self.index, self.position, self.bucket = index, position, bucket
+        self.name, self.param = bucket.names[position], bucket.params[position]
+        self.local: Tensor | None = None
+        self.handed: Tensor | None = None
+        self.has_reduced = False
+        self.is_ready = False
+        self.is_sent = False
+        self.is_attached = False
+        self._owner = weakref.ref(owner)
+
+    # ---- what a ShardedGrad asks for -----------------------------------------------------------------------
+
+    def reduced_part(self) -> Tensor:
+        """Return this rank's part of the mean gradient, reducing first if it is pending (then all ranks call)."""
+        if self.local is not None or not self.has_reduced:
+            self._alive().collect()
+        if not self.has_reduced or self.bucket.grad is None:  # nobody had one
+            segment = self.bucket.segment_of.get(self.position)
+            numel = 0 if segment is None else segment.numel
+            return torch.zeros(numel, dtype=self.bucket.math_dtype, device=self.bucket.device)
+        return self.bucket.local_part(self.bucket.grad, self.position)
+
+    def gather_full(self) -> Tensor:
+        """Return the full mean gradient in the parameter's shape, fp32 or fp64. All ranks call."""
+        part = self.reduced_part()
+        bucket, communicator = self.bucket, self._alive().communicator
+        flat = part.new_zeros(bucket.layout.numel)
+        bucket.local_part(flat[bucket.own_range], self.position).copy_(part)
+        communicator.all_gather_(
+            communicator.shards, flat, 3 * bucket.index + 2, f"the full gradient of {self.name}"
+        ).wait()
+        view = bucket.views[self.position]
+        return flat.as_strided(view.shape, view.stride(), bucket.layout.slots[self.position].offset).clone()
+
+    def norm(self, order: float) -> Tensor:
+        """Return the norm of the mean gradient, 0-dim fp64 on the CPU. All ranks call."""
+        self.reduced_part()
+        return self._alive().norm_of(self, order)
+
+    def any_rank(self, flag: bool) -> bool:
+        """Return whether ``flag`` is set on any rank. All ranks call."""
+        agreed = self._alive().communicator.agree(torch.tensor([int(flag)]), "max", f"a flag of {self.name}")
+        return bool(agreed.item())
+
+    def forget_norms(self) -> None:
+        """Note that the gradient may change."""
+        self._alive().forget_norms()
+
+    def _alive(self) -> GradOwner:
+        owner = self._owner()
+        if owner is None:
+            raise RuntimeError(f"the optimizer that holds the gradient of {self.name} has been deleted")
+        return owner
+
+    # ---- what the reducer does -----------------------------------------------------------------------------
+
+    def take(self) -> None:
+        """Take ``param.grad`` as this rank's local gradient and leave None."""
+        grad = self.param.grad
+        assert grad is not None
+        if grad.layout != torch.strided:
+            raise RuntimeError(
+                f"the gradient of {self.name} has layout {grad.layout}, expected torch.strided; "
+                "build the embedding with sparse=False"
+            )
+        self.local = grad.detach()
+        self.param.grad = None
+
+    def hand(self) -> None:
+        """Give the mean gradient to the user: plain where it is whole and of the parameter's dtype, else sharded."""
+        grad = self.bucket.grad
+        assert grad is not None
+        if self.handed is None or isinstance(self.handed, ShardedGrad) or self.handed._base is not grad:
+            is_whole = self.bucket.layout.num_shards == 1 and grad.dtype == self.param.dtype
+            if is_whole:
+                self.handed = self.bucket.local_view(grad, self.position)
+            elif self.handed is None:
+                self.handed = ShardedGrad(self.param, self)
+        self.param.grad = self.handed
+
+    def hand_pending(self) -> None:
+        """Give the user a gradient that is reduced at the first read."""
+        if not isinstance(self.handed, ShardedGrad):
+            self.handed = ShardedGrad(self.param, self)
+        self.param.grad = self.handed
+
+    def drop(self) -> None:
+        """Forget everything about the gradient: the user took it away."""
+        if self.has_reduced and self.bucket.grad is not None:
+            self.bucket.local_part(self.bucket.grad, self.position).zero_()
+        self.local, self.handed, self.has_reduced = None, None, False
+
+
+def flat_gradients(bucket: Bucket, gradients: Sequence[tuple[int, Tensor]]) -> tuple[list[Tensor], list[int]]:
+    """Return gradients in the memory order of their slots, and the slots' offsets.
+
+    Args:
+        gradients: Position in the bucket and full gradient, ascending.
+    Raises:
+        RuntimeError: A gradient has another shape than its parameter.
+    """
+    tensors, offsets = [], []
+    for position, grad in gradients:
+        view = bucket.views[position]
+        if grad.shape != view.shape:
+            raise RuntimeError(
+                f"the gradient of {bucket.names[position]} has shape {tuple(grad.shape)}, expected {tuple(view.shape)}"
+            )
+        if grad.stride() != view.stride():
+            grad = torch.empty_strided(view.shape, view.stride(), dtype=grad.dtype, device=grad.device).copy_(grad)
+        tensors.append(grad)
+        offsets.append(bucket.layout.slots[position].offset)
+    return tensors, offsets

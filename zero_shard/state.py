@@ -1,0 +1,200 @@
+"""Optimizer state as dicts: this rank's part, and the whole, as ``torch.optim.AdamW`` writes it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from zero_shard.buffers import STATE_NAMES, Bucket
+from zero_shard.collectives import Communicator
+from zero_shard.stages.slots import GradSlot
+
+LAYOUT_KEY = "zero_shard"
+_PART_NAMES = (*STATE_NAMES, "low")
+
+Groups = Sequence[dict[str, Any]]
+
+
+class LoadedState(NamedTuple):
+    """Checked state of one parameter, not copied anywhere yet."""
+
+    slot: GradSlot
+    step: float
+    parts: dict[str, Tensor]  # this rank's part of each tensor, 1-d
+
+
+def layout_entry(slots: Sequence[GradSlot], groups: Groups, communicator: Communicator) -> dict[str, Any]:
+    """Return which part of each parameter this rank owns: index -> (start, numel, numel of the whole)."""
+    numbers = _numbers(groups)
+    parts = {}
+    for slot in slots:
+        segment = slot.bucket.segment_of.get(slot.position)
+        start, numel = (segment.param_start, segment.numel) if segment is not None else (0, 0)
+        if id(slot.param) in numbers:
+            parts[numbers[id(slot.param)]] = (start, numel, slot.bucket.layout.slots[slot.position].numel)
+    return {"rank": communicator.rank, "world_size": communicator.num_ranks, "parts": parts}
+
+
+def low_parts(slots: Sequence[GradSlot], groups: Groups) -> dict[int, Tensor]:
+    """Return this rank's part of the masters' low halves by parameter number, for 16-bit parameters (aliases)."""
+    numbers = _numbers(groups)
+    return {
+        numbers[id(slot.param)]: slot.bucket.local_view(slot.bucket.low, slot.position)
+        for slot in slots
+        if slot.bucket.low is not None and id(slot.param) in numbers
+    }
+
+
+def check_state_dict(state_dict: dict[str, Any], slots: Sequence[GradSlot], groups: Groups) -> list[LoadedState]:
+    """Match a state dict with the slots of this rank. Local; changes nothing.
+
+    Args:
+        state_dict: What `AdamW.state_dict` of the same layout gave, or a full dict of plain AdamW.
+    Raises:
+        ValueError: An entry is missing or has the wrong shape, or the layout differs; the text names it.
+    """
+    for key in ("state", "param_groups"):
+        if key not in state_dict:
+            raise ValueError(f"the state dict has no {key!r}; expected what an optimizer's state_dict() returns")
+    saved_sizes = [len(group["params"]) for group in state_dict["param_groups"]]
+    sizes = [len(group["params"]) for group in groups]
+    if saved_sizes != sizes:
+        raise ValueError(f"the state dict has groups of {saved_sizes} parameters, the optimizer has {sizes}")
+    by_param = {id(slot.param): slot for slot in slots}
+    layout = state_dict.get(LAYOUT_KEY)
+    loaded = []
+    saved_numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+    params = [param for group in groups for param in group["params"]]
+    for number, param in zip(saved_numbers, params, strict=True):
+        slot = by_param.get(id(param))
+        entry = state_dict["state"].get(number)
+        if entry and slot is not None:
+            loaded.append(_check_entry(slot, number, entry, layout))
+        elif entry:
+            raise ValueError(
+                f"the state dict has state for parameter {number}, which is frozen here; unfreeze it first"
+            )
+    return loaded
+
+
+def _check_entry(slot: GradSlot, number: int, entry: dict[str, Any], layout: Any) -> LoadedState:
+    bucket, position = slot.bucket, slot.position
+    segment = bucket.segment_of.get(position)
+    numel = 0 if segment is None else segment.numel
+    for name in ("step", "exp_avg", "exp_avg_sq"):
+        if name not in entry:
+            raise ValueError(f"the state of parameter {number} ({slot.name}) has no {name!r}")
+    if layout is not None:
+        start = 0 if segment is None else segment.param_start
+        expected = (start, numel, bucket.layout.slots[position].numel)
+        found = tuple(layout["parts"].get(number, ()))
+        if found != expected:
+            raise ValueError(
+                f"the state dict holds elements {found[:2]} (start, count) of parameter {number} ({slot.name}), this "
+                f"rank owns {expected[:2]}; it was written with another stage, world size or config. Use "
+                "full_state_dict() or zero_shard.save, which load anywhere"
+            )
+    parts = {}
+    for name in _PART_NAMES:
+        if name not in entry:
+            continue
+        value = entry[name]
+        if layout is not None:
+            parts[name] = value.reshape(-1) if value.is_contiguous() else _in_memory_order(value, value.stride())
+            continue
+        view = bucket.views[position]
+        if value.shape != view.shape:
+            raise ValueError(
+                f"{name} of parameter {number} ({slot.name}) has shape {tuple(value.shape)}, "
+                f"expected {tuple(view.shape)}"
+            )
+        whole = _in_memory_order(value, view.stride())
+        parts[name] = whole[:0] if segment is None else whole[segment.param_start : segment.param_start + numel]
+    return LoadedState(slot, float(entry["step"]), parts)
+
+
+def copy_state(
+    loaded: Sequence[LoadedState],
+    slots: Sequence[GradSlot],
+    state_dtype: torch.dtype,
+    has_master: bool,
+    steps: Tensor,
+) -> None:
+    """Copy checked state into the buckets; parameters without an entry start anew. Local.
+
+    The state may alias the buckets: an optimizer may load its own state dict.
+    """
+    steps.zero_()
+    for state in loaded:
+        bucket = state.slot.bucket
+        bucket.allocate_state(state_dtype, has_master)
+        if "max_exp_avg_sq" in state.parts:
+            bucket.allocate_max_exp_avg_sq()
+    found = {state.slot.index: state.parts for state in loaded}
+    for slot in slots:
+        clear_state(slot, found.get(slot.index, {}))
+    for state in loaded:
+        steps[state.slot.index] = state.step
+        for name, part in state.parts.items():
+            target = getattr(state.slot.bucket, name)
+            if target is not None and part.numel():
+                segment = state.slot.bucket.segment_of[state.slot.position]
+                target[segment.shard_start : segment.shard_start + segment.numel].copy_(part)
+
+
+def clear_state(slot: GradSlot, keep: Mapping[str, Any] = MappingProxyType({})) -> None:
+    """Zero this rank's part of the moments and of the master's low half, but for those named in ``keep``. Local."""
+    for name in _PART_NAMES:
+        tensor = getattr(slot.bucket, name)
+        if tensor is not None and name not in keep:
+            slot.bucket.local_part(tensor, slot.position).zero_()
+
+
+def full_state(
+    slots: Sequence[GradSlot],
+    buckets: Sequence[Bucket],
+    groups: Groups,
+    steps: Tensor,
+    communicator: Communicator,
+) -> dict[int, dict[str, Tensor]]:
+    """Return the whole state by parameter number, on the CPU of rank 0, {} elsewhere. All ranks call.
+
+    Communicates one bucket at a time.
+    """
+    numbers, counts = _numbers(groups), steps.tolist()
+    state: dict[int, dict[str, Tensor]] = {}
+    for bucket in buckets:
+        members = slots[bucket.slots.start : bucket.slots.stop]
+        wanted = [s for s in members if counts[s.index] > 0 and id(s.param) in numbers]
+        if not wanted:
+            continue
+        for slot in wanted:
+            state[numbers[id(slot.param)]] = {"step": torch.tensor(counts[slot.index], dtype=torch.float32)}
+        for name in STATE_NAMES:
+            shard = getattr(bucket, name)
+            if shard is None:
+                continue
+            full = shard.new_empty(bucket.layout.numel)
+            full[bucket.own_range] = shard
+            label = f"{name} of {bucket.label}"
+            communicator.all_gather_(communicator.shards, full, 3 * bucket.index + 2, label).wait()
+            for slot in wanted if communicator.rank == 0 else ():
+                view, offset = bucket.views[slot.position], bucket.layout.slots[slot.position].offset
+                whole = full.as_strided(view.shape, view.stride(), offset).cpu()
+                state[numbers[id(slot.param)]][name] = torch.empty_like(whole).copy_(whole)
+    return dict(sorted(state.items())) if communicator.rank == 0 else {}
+
+
+def _in_memory_order(value: Tensor, stride: Sequence[int]) -> Tensor:
+    """Return the elements, 1-d, as a tensor of these (dense) strides has them in memory."""
+    copy = torch.empty_strided(value.shape, tuple(stride), dtype=value.dtype, device=value.device).copy_(value)
+    return copy.as_strided((value.numel(),), (1,))
+
+
+def _numbers(groups: Groups) -> dict[int, int]:
+    """Number parameters by group, as torch does."""
+    return {id(param): number for number, param in enumerate(p for group in groups for p in group["params"])}

@@ -1,0 +1,80 @@
+"""What the kernels look up per parameter: step count, activity, group, hyper-parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zero_shard.stages.slots import GradSlot
+
+_HYPER_NAMES = ("lr", "beta1", "beta2", "eps", "weight_decay", "amsgrad", "maximize")
+
+
+class SlotTables:
+    """Tables with one row per slot [P] or group [G], on the device of the parameters.
+
+    Attributes:
+        steps: [P] fp32, updates of each parameter so far.
+        is_active: [P] uint8, whether the present step updates the parameter.
+        groups: [P] int32, the row of ``hyper`` of each parameter.
+        hyper: [G, 7] fp64: lr, beta1, beta2, eps, weight_decay, is_amsgrad, is_maximize.
+    """
+
+    def __init__(self) -> None:
+        self.steps = torch.zeros(0, dtype=torch.float32)
+        self.is_active = torch.zeros(0, dtype=torch.uint8)
+        self.groups = torch.zeros(0, dtype=torch.int32)
+        self.hyper = torch.zeros(0, len(_HYPER_NAMES), dtype=torch.float64)
+        self._is_owned = torch.zeros(0, dtype=torch.uint8)  # [P] on the CPU: in one of the groups
+        self._rows: list[list[float]] = []
+        self._signature: Any = None
+
+    def extend(self, num_slots: int, device: torch.device) -> None:
+        """Make room for new slots, with no steps."""
+        old, self.steps = self.steps, torch.zeros(num_slots, dtype=torch.float32, device=device)
+        self.steps[: old.numel()] = old
+        self._signature = None
+
+    def owned_flags(self, slots: Sequence[GradSlot], groups: Sequence[dict[str, Any]]) -> Tensor:
+        """Return [P] uint8 on the CPU: whether the parameter is in one of the groups."""
+        self._read_groups(slots, groups)
+        return self._is_owned
+
+    def begin_step(self, flags: Tensor, slots: Sequence[GradSlot], groups: Sequence[dict[str, Any]]) -> Tensor:
+        """Count the step of every parameter that is updated, and read the groups.
+
+        Args:
+            flags: [P] uint8 on the CPU, whether the parameter has a gradient.
+        Returns:
+            [P] uint8 on the CPU, whether it is updated: it also has to be in a group.
+        """
+        self._read_groups(slots, groups)
+        updated = flags & self._is_owned
+        self.is_active = updated.to(self.steps.device)
+        self.steps += self.is_active
+        return updated
+
+    def _read_groups(self, slots: Sequence[GradSlot], groups: Sequence[dict[str, Any]]) -> None:
+        device = self.steps.device
+        rows = [_hyper_row(group) for group in groups]
+        if rows != self._rows:  # a copy to a GPU only when something has changed
+            self._rows = rows
+            self.hyper = torch.tensor(rows, dtype=torch.float64, device=device).view(-1, len(_HYPER_NAMES))
+        signature = [tuple(map(id, group["params"])) for group in groups]
+        if signature == self._signature:
+            return
+        group_of = {id(param): number for number, group in enumerate(groups) for param in group["params"]}
+        owned = [id(slot.param) in group_of for slot in slots]
+        self._is_owned = torch.tensor(owned, dtype=torch.uint8)
+        numbers = [group_of.get(id(slot.param), 0) for slot in slots]
+        self.groups = torch.tensor(numbers, dtype=torch.int32, device=device)
+        self._signature = signature
+
+
+def _hyper_row(group: dict[str, Any]) -> list[float]:
+    beta1, beta2 = group["betas"]
+    values = (group["lr"], beta1, beta2, group["eps"], group["weight_decay"], group["amsgrad"], group["maximize"])
+    return [float(value) for value in values]
