@@ -1,0 +1,17 @@
+"""Settings of the whole test run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import ranks
+import torch
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _rank_processes() -> Iterator[None]:
+    """End the rank processes after the last test; they start when the first test needs them."""
+    torch.set_num_threads(1)  # two cores: the test process must not compete with its ranks
+    yield
+    ranks.close()

@@ -1,0 +1,224 @@
+"""The example as a user runs it: through torchrun, on two processes, judged by its exit code and files."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+NUM_RANKS = 2
+LIMIT_S = 120
+PADDING_NBYTES = 4096
+"""The formula of the promise knows no alignment of slots; a tiny model shows it."""
+PNG_MAGIC = b"\x89PNG\r\n\x1a\n"
+
+TINY = """
+[zero]
+stage = 3
+
+[model]
+context = 32
+width = 32
+num_layers = 3
+num_heads = 2
+
+[train]
+steps = 30
+batch_per_rank = 4
+lr = 1e-2
+warmup_steps = 3
+checkpoint_every = 10
+log_every = 4
+held_out_windows = 30
+sample_numel = 24
+sample_prompt = "class "
+
+[data]
+pattern = "*.py"
+"""
+
+
+class Outcome(NamedTuple):
+    """What a run left behind."""
+
+    out: Path
+    stdout: str
+    stderr: str
+
+    def summary(self) -> dict[str, Any]:
+        content: dict[str, Any] = json.loads((self.out / "summary.json").read_text())
+        return content
+
+    def history(self) -> list[dict[str, float]]:
+        return [json.loads(line) for line in (self.out / "metrics.jsonl").read_text().splitlines()]
+
+
+def run_example(out: Path, *arguments: str, config: str = TINY) -> Outcome:
+    """Run the example on two processes into ``out``; fail with its whole output unless it exits with 0."""
+    config_file = out.parent / f"{out.name}.toml"
+    config_file.write_text(config)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={NUM_RANKS}"]
+    command += [str(EXAMPLES / "train_gpt.py"), "--config", str(config_file), "--out", str(out), *arguments]
+    python_path = os.pathsep.join(filter(None, [str(EXAMPLES.parent), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "PYTHONPATH": python_path, "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
+    assert result.returncode == 0, f"{' '.join(command)}\n{result.stdout}\n{result.stderr}"
+    return Outcome(out, result.stdout, result.stderr)
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    """The whole run at stage 3."""
+    return run_example(tmp_path_factory.mktemp("unbroken") / "run")
+
+
+@pytest.fixture(scope="module")
+def stopped_and_resumed(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    """The same run at stage 1, ended after step 13 and continued."""
+    out = tmp_path_factory.mktemp("stopped") / "run"
+    stopped = run_example(out, "--stage", "1", "--stop-after", "13")
+    assert "stopped after step 13 of 30" in stopped.stdout
+    assert not (out / "summary.json").exists()
+    return run_example(out, "--stage", "1", "--resume")
+
+
+@pytest.fixture(params=["unbroken", "stopped_and_resumed"])
+def outcome(request: pytest.FixtureRequest) -> Outcome:
+    """Both ways to get to the end, one after the other."""
+    got = request.getfixturevalue(request.param)
+    assert isinstance(got, Outcome)
+    return got
+
+
+def test_held_out_loss_drops(outcome: Outcome) -> None:
+    summary = outcome.summary()
+    assert summary["held_out_loss_before"] > 5.0  # a new model knows nothing: about log(256) = 5.55
+    assert summary["held_out_loss_after"] < 0.8 * summary["held_out_loss_before"]
+
+
+def test_chart_and_checkpoints_are_written(outcome: Outcome) -> None:
+    assert (outcome.out / "loss.png").read_bytes().startswith(PNG_MAGIC)
+    assert (outcome.out / "loss.png").stat().st_size > 10_000
+    names = sorted(path.name for path in outcome.out.glob("checkpoint-*"))
+    assert names == ["checkpoint-000020", "checkpoint-000030"]
+
+
+def test_memory_and_traffic_are_as_promised(outcome: Outcome) -> None:
+    usage = outcome.summary()["usage"]
+    assert len(usage) == NUM_RANKS
+    for each in usage:
+        assert 0 < each["held_nbytes"] <= 1.02 * each["promised_nbytes"] + PADDING_NBYTES
+        assert 0 < each["sent_nbytes"] <= 1.02 * each["floor_sent_nbytes"] + PADDING_NBYTES
+
+
+def test_user_sees_table_sample_and_progress(outcome: Outcome) -> None:
+    assert "model state per rank" in outcome.stdout
+    assert "bytes sent per step" in outcome.stdout
+    for rank, each in enumerate(outcome.summary()["usage"]):
+        cells = [each[f"{name}_nbytes"] / 2**20 for name in ("promised", "held", "floor_sent", "sent")]
+        row = r"\s+".join([str(rank), *(re.escape(f"{cell:.2f}") + " MiB" for cell in cells)])
+        assert re.search(rf"^\s*{row}$", outcome.stdout, re.MULTILINE), outcome.stdout
+    sample = re.search(r"sample after 'class ':\n(class .*)\n\nweights: sha256", outcome.stdout, re.DOTALL)
+    assert sample is not None
+    assert re.search(r"30/30 .*loss \d.*, [\d,]+ tokens/s, grad norm \d.*, memory per rank [\d.]+ MiB", outcome.stderr)
+    assert "Warning" not in outcome.stderr
+
+
+def test_rows_are_printed_once_and_not_per_rank(outcome: Outcome) -> None:
+    assert outcome.stdout.count("parameters, stage") == 1
+    assert outcome.stdout.count("weights: sha256") == 1
+
+
+def test_other_stage_stopped_and_resumed_gives_same_bits(unbroken: Outcome, stopped_and_resumed: Outcome) -> None:
+    assert unbroken.summary()["stage"] == 3
+    assert stopped_and_resumed.summary()["stage"] == 1
+    assert unbroken.summary()["weights_sha256"] == stopped_and_resumed.summary()["weights_sha256"]
+
+
+def test_killed_run_resumes_bit_for_bit(unbroken: Outcome, tmp_path: Path) -> None:
+    killed = tmp_path / "run"
+    shutil.copytree(unbroken.out, killed)
+    # What is left when the run dies after step 28: no checkpoint and no report of the end, but some metrics.
+    shutil.rmtree(killed / "checkpoint-000030")
+    (killed / "summary.json").unlink()
+    lines = (killed / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (killed / "metrics.jsonl").write_text("".join(line for line in lines if json.loads(line)["step"] <= 28))
+
+    resumed = run_example(killed, "--resume")
+
+    assert "at step 20" in resumed.stdout
+    assert "not bit for bit" not in resumed.stdout
+    assert resumed.summary()["weights_sha256"] == unbroken.summary()["weights_sha256"]
+    assert _losses(resumed) == _losses(unbroken)
+
+
+def _losses(outcome: Outcome) -> list[tuple[float, float | None, float | None]]:
+    return [(each["step"], each.get("train_loss"), each.get("held_out_loss")) for each in outcome.history()]
+
+
+@pytest.fixture
+def examples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the example's own modules importable."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+
+
+def _import(name: str) -> ModuleType:
+    return __import__(name)
+
+
+@pytest.mark.usefixtures("examples")
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[train]\nstep = 3", "unknown key of \\[train\\].*'step', expected one like 'steps'"),
+        ("[modle]\nwidth = 8", "unknown table.*'modle', expected one like 'model'"),
+        ("[train]\nsteps = 0", "steps must be at least 1, got 0"),
+        ("[model]\nwidth = 30", "width must be a multiple of num_heads=4, got 30"),
+    ],
+)
+def test_settings_refuse_what_they_do_not_know(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "wrong.toml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        _import("settings").read_settings(path, stage=None, steps=None, seed=None)
+
+
+@pytest.mark.usefixtures("examples")
+def test_command_line_goes_before_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "tiny.toml"
+    path.write_text(TINY)
+    settings = _import("settings").read_settings(path, stage=1, steps=7, seed=5)
+    assert (settings.zero["stage"], settings.train.steps, settings.train.seed) == (1, 7, 5)
+
+
+@pytest.mark.usefixtures("examples")
+def test_ranks_read_disjoint_parts_of_one_batch_and_steps_differ(tmp_path: Path) -> None:
+    corpus_module = _import("corpus")
+    for index in range(40):
+        (tmp_path / f"{index:02}.txt").write_bytes(bytes([index]) * 100)
+    config = corpus_module.DataConfig(root=str(tmp_path), pattern="*.txt", held_out_every=20)
+    corpus = corpus_module.read_corpus(config, window_numel=9)
+
+    def batch(rows: range, step: int = 3, seed: int = 0) -> torch.Tensor:
+        windows: torch.Tensor = corpus.training_windows(step, rows, 8, 9, seed)
+        return windows
+
+    whole = batch(range(8))
+    assert whole.shape == (8, 9)
+    assert torch.equal(torch.cat([batch(range(4)), batch(range(4, 8))]), whole)
+    assert torch.equal(batch(range(8)), whole)
+    assert not torch.equal(batch(range(8), step=4), whole)
+    assert not torch.equal(batch(range(8), seed=1), whole)
+    assert set(corpus.held_out.tolist()) == {0, 20}
+    assert not {0, 20} & set(corpus.training.tolist())
+    assert corpus.training.numel() == 38 * 100
