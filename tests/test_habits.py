@@ -308,6 +308,25 @@ def test_norm_counts_the_parameters_in_groups_only(world_size: int) -> None:
         assert torch.equal(weight, results[0][1])
 
 
+def _clip_twice(stage: int) -> None:
+    model = _mlp()
+    config = {"stage": stage, "max_grad_norm": 0.5}
+    optimizer = zero_shard.AdamW(model.parameters(), lr=0.1, module=model, config=config)
+    (100 * model(_x(0)).square().sum()).backward()
+    assert optimizer.clip_grad_norm_(0.5) > 1
+    optimizer.step()
+    state = optimizer.full_state_dict()
+    if dist.get_rank() == 0:
+        moments = [entry["exp_avg"].flatten() for entry in state["state"].values()]
+        assert torch.cat(moments).norm().item() == pytest.approx(0.05, rel=1e-5)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_clip_before_max_grad_norm_does_not_scale_twice(world_size: int) -> None:
+    for stage in (0, 2):
+        ranks.run(world_size, _clip_twice, stage)
+
+
 def _two_optimizers(stage: int) -> None:
     models = [_mlp(), copy.deepcopy(_mlp())]
     with torch.no_grad():

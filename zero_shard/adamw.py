@@ -209,16 +209,20 @@ class AdamW(torch.optim.AdamW):
         """
         self._adopt_unfrozen()
         self._reducer.collect()
-        norm = self._global_norm(float(norm_type))
-        if self._clip_coefficient is not None:
-            norm = norm * self._clip_coefficient
-        coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        norm = self._fold_clip(max_norm, float(norm_type))
         if self._communicator.num_ranks == 1:  # nothing tells when the next backward adds to the gradients
+            coefficient, self._clip_coefficient = self._clip_coefficient, None
+            assert coefficient is not None
             self._scale_gradients(coefficient)
-            return norm.to(self._tables.steps.device)
-        before = self._clip_coefficient
-        self._clip_coefficient = coefficient if before is None else before * coefficient
         return norm.to(self._tables.steps.device)
+
+    def _fold_clip(self, max_norm: float, order: float) -> Tensor:
+        """Have the next update scale the gradient, as it stands clipped so far, to a norm of at most ``max_norm``."""
+        norm, before = self._global_norm(order), self._clip_coefficient
+        norm = norm if before is None else norm * before
+        coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        self._clip_coefficient = coefficient if before is None else before * coefficient
+        return norm
 
     @torch.no_grad()
     def _apply_clip(self) -> None:
@@ -286,10 +290,7 @@ class AdamW(torch.optim.AdamW):
 
     def _is_step_allowed(self) -> bool:
         if self.config.max_grad_norm is not None:
-            norm = self._global_norm(2.0)
-            coefficient = torch.clamp(self.config.max_grad_norm / (norm + 1e-6), max=1.0)
-            before = self._clip_coefficient
-            self._clip_coefficient = coefficient if before is None else before * coefficient
+            norm = self._fold_clip(self.config.max_grad_norm, 2.0)
         elif self.config.skip_nonfinite:
             norm = self._global_norm(2.0)
         else:
