@@ -143,7 +143,7 @@ class BuildKernels(build_ext):
         jobs = [("cpu", "csrc/cpu/dispatch.cpp", [("ZERO_SHARD_HAS_X86_LOOPS", "1")] * is_x86, [])]
         for name, flags in {"scalar": [], **(X86_LOOPS if is_x86 else {})}.items():
             jobs.append((name, "csrc/cpu/loops.cpp", [("ZERO_SHARD_ISA", name)], [*LOOP_FLAGS, *flags]))
-        for source in ("csrc/register.cpp", "csrc/register_cpu.cpp"):
+        for source in ("csrc/checker.cpp", "csrc/register.cpp", "csrc/register_cpu.cpp"):
             jobs.append(("cpu", source, MACROS, [f"-isystem{torch_dir / 'include'}"]))
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             return list(pool.map(lambda job: self.compile_one(*job), jobs))
@@ -160,11 +160,11 @@ class BuildKernels(build_ext):
         flags += ["-Werror=all-warnings"] * WERROR
         macros, includes = [*MACROS, ("USE_CUDA", "1")], [f"-isystem{torch_dir / 'include'}"]
         objects = [self.compile_one("cuda", "csrc/register_cuda.cpp", macros, includes)]
-        for source in ("adamw", "copies"):
-            objects.append(os.path.join(self.build_temp, "cuda", f"{source}.o"))
-            command = [nvcc, *NVCC_FLAGS, *flags, "-c", f"csrc/cuda/{source}.cu", "-o", objects[-1]]
+        for source in sorted(path.relative_to(ROOT) for path in ROOT.glob("csrc/cuda/*.cu")):
+            objects.append(os.path.join(self.build_temp, "cuda", f"{source.stem}.o"))
+            command = [nvcc, *NVCC_FLAGS, *flags, "-c", str(source), "-o", objects[-1]]
             if subprocess.run(command).returncode != 0:
-                raise Missing(f"{nvcc} failed on csrc/cuda/{source}.cu")
+                raise Missing(f"{nvcc} failed on {source}")
         return [*objects, str(runtimes[0])]
 
 

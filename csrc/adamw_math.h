@@ -2,12 +2,14 @@
 //
 // Note [One arithmetic]: IEEE basic operations in one fixed order, no fused multiply-add (-ffp-contract=off,
 // -fmad=false), constants formed in double and rounded once. Every instruction set, thread count and device, vector
-// body and tail, and the PyTorch twins in zero_shard/twins.py therefore give equal bits (the payload of a NaN excepted).
+// body and tail, and the PyTorch twins in zero_shard/twins.py therefore give equal bits (the payload of a NaN
+// excepted).
 #pragma once
 
 #include <math.h>
 
 #include "number_formats.h"
+#include "random_bits.h"
 
 namespace zero_shard {
 
@@ -118,43 +120,63 @@ ZERO_SHARD_INLINE void adamw_element(
 
 struct Nothing {};
 
+// random: 32 bits, looked at only where kIsStochastic.
+
 template <class T>
 struct PlainWeight {
+  static constexpr bool kIsStochastic = false;
   using Storage = T;
   using Low = Nothing;
   using Compute = T;
   ZERO_SHARD_INLINE T join(T storage, Nothing) { return storage; }
-  ZERO_SHARD_INLINE void split(T master, T& storage, Nothing&) { storage = master; }
+  ZERO_SHARD_INLINE void split(T master, T& storage, Nothing&, uint32_t) { storage = master; }
 };
 
 // 16-bit weight without a master.
 template <class T>
 struct RoundedWeight {
+  static constexpr bool kIsStochastic = false;
   using Storage = T;
   using Low = Nothing;
   using Compute = float;
   ZERO_SHARD_INLINE float join(T storage, Nothing) { return widen(storage); }
-  ZERO_SHARD_INLINE void split(float master, T& storage, Nothing&) { storage = convert<T>(master); }
+  ZERO_SHARD_INLINE void split(float master, T& storage, Nothing&, uint32_t) { storage = convert<T>(master); }
+};
+
+// See Note [Keyed rounding].
+struct StochasticWeight {
+  static constexpr bool kIsStochastic = true;
+  using Storage = BFloat16;
+  using Low = Nothing;
+  using Compute = float;
+  ZERO_SHARD_INLINE float join(BFloat16 storage, Nothing) { return widen(storage); }
+  ZERO_SHARD_INLINE void split(float master, BFloat16& storage, Nothing&, uint32_t random) {
+    storage = round_to_bfloat16_by(master, random);
+  }
 };
 
 // See Note [Remainder].
 struct RemainderWeight {
+  static constexpr bool kIsStochastic = false;
   using Storage = BFloat16;
   using Low = int16_t;
   using Compute = float;
   ZERO_SHARD_INLINE float join(BFloat16 storage, int16_t low) { return join_remainder(storage, low); }
-  ZERO_SHARD_INLINE void split(float master, BFloat16& storage, int16_t& low) { split_remainder(master, storage, low); }
+  ZERO_SHARD_INLINE void split(float master, BFloat16& storage, int16_t& low, uint32_t) {
+    split_remainder(master, storage, low);
+  }
 };
 
 // float16 with a whole float32 master, which is made again where the weight was edited or loaded.
 struct MasterWeight {
+  static constexpr bool kIsStochastic = false;
   using Storage = Float16;
   using Low = float;
   using Compute = float;
   ZERO_SHARD_INLINE float join(Float16 storage, float low) {
     return round_to_float16(low).bits == storage.bits ? low : widen(storage);
   }
-  ZERO_SHARD_INLINE void split(float master, Float16& storage, float& low) {
+  ZERO_SHARD_INLINE void split(float master, Float16& storage, float& low, uint32_t) {
     storage = round_to_float16(master);
     low = master;
   }

@@ -75,6 +75,16 @@ ZERO_SHARD_INLINE BFloat16 round_to_bfloat16(float value) {
   return BFloat16{static_cast<uint16_t>(is_nan ? quiet : rounded)};
 }
 
+// Up or down with the odds that keep the expected value; random: 16 bits. A finite value stays finite.
+ZERO_SHARD_INLINE BFloat16 round_to_bfloat16_by(float value, uint32_t random) {
+  const uint32_t bits = bits_of(value);
+  const uint32_t magnitude = bits & kFloat32Magnitude;
+  const uint32_t rounded = bits + (random & 0xffffu);
+  const bool is_over = magnitude + (random & 0xffffu) >= kFloat32Inf;  // also keeps a NaN from carrying into its sign
+  const uint32_t quiet = magnitude > kFloat32Inf ? uint32_t{kBFloat16QuietBit} << 16 : 0u;
+  return BFloat16{static_cast<uint16_t>(((is_over ? bits : rounded) | quiet) >> 16)};
+}
+
 ZERO_SHARD_INLINE float widen(Float16 value) {
   const uint32_t sign = (uint32_t{value.bits} & 0x8000u) << 16;
   const uint32_t magnitude = uint32_t{value.bits} & 0x7fffu;

@@ -1,265 +1,311 @@
 // Schemas, and the checks that every device shares.
 #include "register.h"
 
-#include <algorithm>
-#include <initializer_list>
-#include <sstream>
 #include <string>
 
 #include "adamw_math.h"
+#include "block_codec.h"
+#include "checker.h"
 
 namespace zero_shard {
 namespace {
 
-using torch::headeronly::ScalarType;
+constexpr int64_t kSegmentColumns = 4;
 
-constexpr std::initializer_list<ScalarType> kFloatTypes = {
-    ScalarType::Float, ScalarType::Double, ScalarType::BFloat16, ScalarType::Half};
-constexpr int64_t kSegmentColumns = 3;
-
-const char* name_of(ScalarType type) {
-  switch (type) {
-    case ScalarType::Float:
-      return "float32";
-    case ScalarType::Double:
-      return "float64";
-    case ScalarType::BFloat16:
-      return "bfloat16";
-    case ScalarType::Half:
-      return "float16";
-    case ScalarType::Byte:
-      return "uint8";
-    case ScalarType::Short:
-      return "int16";
-    case ScalarType::Int:
-      return "int32";
-    case ScalarType::Long:
-      return "int64";
-    default:
-      return "another dtype";
-  }
-}
-
-std::string text_of(const std::vector<int64_t>& numbers) {
-  std::ostringstream text;
-  text << "[";
-  for (size_t i = 0; i < numbers.size(); ++i) {
-    text << (i == 0 ? "" : ", ") << numbers[i];
-  }
-  text << "]";
-  return text.str();
-}
-
-std::vector<int64_t> shape_of(const Tensor& tensor) { return {tensor.sizes().begin(), tensor.sizes().end()}; }
-std::vector<int64_t> strides_of(const Tensor& tensor) { return {tensor.strides().begin(), tensor.strides().end()}; }
-
-std::string device_text(const Tensor& tensor) {
-  return tensor.is_cpu() ? "cpu" : "cuda:" + std::to_string(tensor.get_device_index());
-}
-
-bool is_on_device_of(const Tensor& tensor, const Tensor& other) {
-  return tensor.is_cpu() == other.is_cpu() && tensor.get_device_index() == other.get_device_index();
-}
-
-bool is_one_of(ScalarType type, const std::vector<ScalarType>& types) {
-  return std::find(types.begin(), types.end(), type) != types.end();
-}
-
-std::string names_of(const std::vector<ScalarType>& types) {
-  std::string names;
-  for (const ScalarType type : types) {
-    names += (names.empty() ? "" : " or ") + std::string(name_of(type));
-  }
-  return names;
-}
-
-// What is the same for all arguments of one call.
-struct Checker {
-  const char* op;
-  const Tensor& first;  // the tensor whose device all must share
-
-  void tensor(
-      const char* name, const Tensor& tensor, const std::vector<ScalarType>& types,
-      const std::vector<int64_t>& shape) const {
-    const bool is_right =
-        is_one_of(tensor.scalar_type(), types) && shape_of(tensor) == shape && is_on_device_of(tensor, first);
-    STD_TORCH_CHECK(
-        is_right, op, ": ", name, " must be ", names_of(types), text_of(shape), " on ", device_text(first), ", got ",
-        name_of(tensor.scalar_type()), text_of(shape_of(tensor)), " on ", device_text(tensor));
-    STD_TORCH_CHECK(
-        tensor.is_contiguous(), op, ": ", name, " must be contiguous, got strides ", text_of(strides_of(tensor)));
-  }
-};
-
-DType dtype_of(const Tensor& tensor) {
-  switch (tensor.scalar_type()) {
-    case ScalarType::Double:
-      return DType::kFloat64;
-    case ScalarType::BFloat16:
-      return DType::kBFloat16;
-    case ScalarType::Half:
-      return DType::kFloat16;
-    default:
-      return DType::kFloat32;  // callers have checked that nothing else is left
-  }
-}
-
-void* pointer_to(const std::optional<Tensor>& tensor) { return tensor.has_value() ? tensor->data_ptr() : nullptr; }
-
-// Whether the elements fill one contiguous range of memory, in any order of dimensions.
-bool is_dense(const Tensor& tensor) {
-  if (tensor.is_contiguous()) {
-    return true;
-  }
-  std::vector<std::pair<int64_t, int64_t>> dims;
-  for (int64_t dim = 0; dim < tensor.dim(); ++dim) {
-    dims.emplace_back(tensor.stride(dim), tensor.size(dim));
-  }
-  std::sort(dims.begin(), dims.end());
-  int64_t expected = 1;
-  for (const auto& [stride, length] : dims) {
-    if (length != 1) {
-      if (stride != expected) {
-        return false;
-      }
-      expected *= length;
+// Tensors of one dtype, each one run of memory; and the runs themselves. There may be tens of thousands.
+void check_runs(
+    const Checker& check, const char* name, const std::vector<Tensor>& tensors, std::vector<ScalarType> types,
+    const std::vector<int64_t>& offsets, std::vector<Run>& runs) {
+  runs.reserve(tensors.size());
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    const Tensor& tensor = tensors[i];
+    const ScalarType type = tensor.scalar_type();
+    if (!is_one_of(type, types) || !check.is_on_device(tensor) || !tensor.is_contiguous()) {
+      check.tensor(std::string(name) + "[" + std::to_string(i) + "]", tensor, types, shape_of(tensor));
+    }
+    if (i == 0) {
+      types = {type};
+    }
+    if (const int64_t numel = tensor.numel(); numel != 0) {
+      runs.push_back({tensor.data_ptr(), offsets[i], numel});
     }
   }
+}
+
+void check_weight(const Checker& check, const AdamwTensors& tensors) {
+  const ScalarType type = tensors.param.scalar_type();
+  const std::string where = std::string("for a ") + name_of(type) + " param";
+  if (tensors.low.has_value()) {
+    if (type != ScalarType::BFloat16 && type != ScalarType::Half) {
+      check.absent("low", tensors.low, where);
+    }
+    const ScalarType low_type = type == ScalarType::BFloat16 ? ScalarType::Short : ScalarType::Float;
+    check.tensor("low", *tensors.low, {low_type}, {tensors.param.numel()});
+  }
+  if (tensors.is_stochastic) {
+    STD_TORCH_CHECK(type == ScalarType::BFloat16, "adamw_: stochastic must be False ", where, ", got True");
+    check.absent("low", tensors.low, "where stochastic is True");
+  }
+}
+
+void check_moments(const Checker& check, const AdamwTensors& tensors, ScalarType compute) {
+  const int64_t numel = tensors.param.numel();
+  if (compute == ScalarType::Double) {
+    check.tensor("exp_avg", tensors.exp_avg, {compute}, {numel});
+  } else {
+    check.tensor("exp_avg", tensors.exp_avg, {compute, ScalarType::BFloat16, ScalarType::Char}, {numel});
+  }
+  const ScalarType type = tensors.exp_avg.scalar_type();
+  const std::string where = std::string("for ") + name_of(type) + " moments";
+  if (type == ScalarType::Char) {
+    const int64_t num_blocks = (numel + kBlockNumel - 1) / kBlockNumel;
+    check.tensor("exp_avg_sq", tensors.exp_avg_sq, {ScalarType::Byte}, {numel});
+    check.absent("max_exp_avg_sq", tensors.max_exp_avg_sq, where);
+    check.present("exp_avg_scale", tensors.exp_avg_scale, where);
+    check.present("exp_avg_sq_scale", tensors.exp_avg_sq_scale, where);
+    check.tensor("exp_avg_scale", *tensors.exp_avg_scale, {ScalarType::Float}, {num_blocks});
+    check.tensor("exp_avg_sq_scale", *tensors.exp_avg_sq_scale, {ScalarType::Float}, {num_blocks});
+    return;
+  }
+  check.tensor("exp_avg_sq", tensors.exp_avg_sq, {type}, {numel});
+  if (tensors.max_exp_avg_sq.has_value()) {
+    check.tensor("max_exp_avg_sq", *tensors.max_exp_avg_sq, {type}, {numel});
+  }
+  check.absent("exp_avg_scale", tensors.exp_avg_scale, where);
+  check.absent("exp_avg_sq_scale", tensors.exp_avg_sq_scale, where);
+}
+
+void check_segments(const Checker& check, const Tensor& segments) {
+  check.tensor("segments", segments, {ScalarType::Long}, {segments.numel() / kSegmentColumns, kSegmentColumns});
+}
+
+void check_tables(const Checker& check, const AdamwTensors& tensors) {
+  const int64_t num_slots = tensors.slot_steps.numel();
+  const int64_t num_groups = tensors.group_hyper.numel() / kNumHyper;
+  check_segments(check, tensors.segments);
+  check.tensor("slot_steps", tensors.slot_steps, {ScalarType::Float}, {num_slots});
+  check.tensor("slot_is_active", tensors.slot_is_active, {ScalarType::Byte}, {num_slots});
+  check.tensor("slot_groups", tensors.slot_groups, {ScalarType::Int}, {num_slots});
+  check.tensor("slot_numbers", tensors.slot_numbers, {ScalarType::Long}, {num_slots});
+  check.tensor("group_hyper", tensors.group_hyper, {ScalarType::Double}, {num_groups, kNumHyper});
+  if (tensors.grad_scale.has_value()) {
+    check.tensor("grad_scale", *tensors.grad_scale, {ScalarType::Float, ScalarType::Double}, {});
+  }
+  if (tensors.found_inf.has_value()) {
+    check.tensor("found_inf", *tensors.found_inf, {ScalarType::Float}, {});
+  }
+}
+
+SumArgs check_sums(const Checker& check, const Tensor& sums, const Tensor& segments, int64_t numel) {
+  check_segments(check, segments);
+  check.tensor("sums", sums, {ScalarType::Double}, {segments.size(0), 2});
+  SumArgs args{};
+  args.numel = numel;
+  args.segments = static_cast<const Segment*>(segments.data_ptr());
+  args.num_segments = segments.size(0);
+  args.sums = static_cast<double*>(sums.data_ptr());
+  return args;
+}
+
+// Joins neighbouring dimensions that are one run of memory and drops those of length 1; false if too many are left.
+bool describe_dims(const Tensor& tensor, FlattenEntry& entry) {
+  int64_t num_dims = 0;
+  for (int64_t dim = 0; dim < tensor.dim(); ++dim) {
+    const int64_t length = tensor.size(dim);
+    const int64_t stride = tensor.stride(dim);
+    if (length == 1) {
+      continue;
+    }
+    if (num_dims > 0 && entry.strides[num_dims - 1] == length * stride) {
+      entry.lengths[num_dims - 1] *= length;
+      entry.strides[num_dims - 1] = stride;
+      continue;
+    }
+    if (num_dims == kMaxDims) {
+      return false;
+    }
+    entry.lengths[num_dims] = length;
+    entry.strides[num_dims] = stride;
+    ++num_dims;
+  }
+  const bool is_contiguous = num_dims == 0 || (num_dims == 1 && entry.strides[0] == 1);
+  entry.num_dims = is_contiguous ? 0 : num_dims;
   return true;
 }
 
-void check_low(const Checker& check, const Tensor& low, ScalarType param_type, int64_t numel) {
-  const bool has_low = param_type == ScalarType::BFloat16 || param_type == ScalarType::Half;
-  STD_TORCH_CHECK(
-      has_low, "adamw_: low must be None for a ", name_of(param_type), " param, got ", name_of(low.scalar_type()),
-      text_of(shape_of(low)), " on ", device_text(low));
-  check.tensor("low", low, {param_type == ScalarType::BFloat16 ? ScalarType::Short : ScalarType::Float}, {numel});
+FlattenArgs check_entries(
+    const Checker& check, const Tensor& flat, const std::vector<Tensor>& tensors, const std::vector<int64_t>& offsets,
+    const std::optional<Tensor>& scale, std::vector<FlattenEntry>& entries) {
+  check.tensor("flat", flat, float_types(), {flat.numel()});
+  if (scale.has_value()) {
+    check.tensor("scale", *scale, {ScalarType::Float}, {});
+  }
+  entries.reserve(tensors.size());
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    const Tensor& tensor = tensors[i];
+    STD_TORCH_CHECK(
+        is_one_of(tensor.scalar_type(), float_types()) && check.is_on_device(tensor), check.op, ": tensors[", i,
+        "] must be ", names_of(float_types()), " on ", device_text(flat), ", got ", text_of(tensor));
+  }
+  check.offsets("offsets", offsets, tensors, "tensors", "flat", flat.numel());
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    const Tensor& tensor = tensors[i];
+    if (tensor.numel() == 0) {
+      continue;
+    }
+    FlattenEntry entry{};
+    entry.data = tensor.data_ptr();
+    entry.start = offsets[i];
+    entry.numel = tensor.numel();
+    entry.dtype = static_cast<int64_t>(dtype_of(tensor.scalar_type()));
+    STD_TORCH_CHECK(
+        describe_dims(tensor, entry), check.op, ": tensors[", i, "] must have at most ", kMaxDims,
+        " dimensions that are not one run of memory with their neighbour, got ", text_of(tensor), " with strides ",
+        text_of(strides_of(tensor)));
+    entries.push_back(entry);
+  }
+  FlattenArgs args{};
+  args.flat = flat.data_ptr();
+  args.flat_dtype = dtype_of(flat.scalar_type());
+  args.numel = flat.numel();
+  args.entries = entries.data();
+  args.num_entries = static_cast<int64_t>(entries.size());
+  args.scale = static_cast<const float*>(pointer_to(scale));
+  return args;
 }
 
 }  // namespace
 
-AdamwArgs check_adamw(
-    const Tensor& param, const std::optional<Tensor>& low, const Tensor& grad, const Tensor& exp_avg,
-    const Tensor& exp_avg_sq, const std::optional<Tensor>& max_exp_avg_sq, const Tensor& segments,
-    const Tensor& slot_steps, const Tensor& slot_is_active, const Tensor& slot_groups, const Tensor& group_hyper,
-    const std::optional<Tensor>& grad_scale) {
+AdamwArgs check_adamw(const AdamwTensors& tensors, std::vector<Run>& runs) {
+  const Tensor& param = tensors.param;
   const Checker check{"adamw_", param};
   const int64_t numel = param.numel();
-  check.tensor("param", param, kFloatTypes, {numel});
-  const bool is_double = param.scalar_type() == ScalarType::Double;
-  const ScalarType compute = is_double ? ScalarType::Double : ScalarType::Float;
-  check.tensor("grad", grad, {compute}, {numel});
-  if (is_double) {
-    check.tensor("exp_avg", exp_avg, {compute}, {numel});
-  } else {
-    check.tensor("exp_avg", exp_avg, {compute, ScalarType::BFloat16}, {numel});
-  }
-  check.tensor("exp_avg_sq", exp_avg_sq, {exp_avg.scalar_type()}, {numel});
-  if (max_exp_avg_sq.has_value()) {
-    check.tensor("max_exp_avg_sq", *max_exp_avg_sq, {exp_avg.scalar_type()}, {numel});
-  }
-  if (low.has_value()) {
-    check_low(check, *low, param.scalar_type(), numel);
-  }
-  if (grad_scale.has_value()) {
-    check.tensor("grad_scale", *grad_scale, {ScalarType::Float, ScalarType::Double}, {});
-  }
-  const int64_t num_segments = segments.numel() / kSegmentColumns;
-  const int64_t num_slots = slot_steps.numel();
-  check.tensor("segments", segments, {ScalarType::Long}, {num_segments, kSegmentColumns});
-  check.tensor("slot_steps", slot_steps, {ScalarType::Float}, {num_slots});
-  check.tensor("slot_is_active", slot_is_active, {ScalarType::Byte}, {num_slots});
-  check.tensor("slot_groups", slot_groups, {ScalarType::Int}, {num_slots});
-  check.tensor("group_hyper", group_hyper, {ScalarType::Double}, {group_hyper.numel() / kNumHyper, kNumHyper});
+  check.tensor("param", param, float_types(), {numel});
+  const ScalarType type = param.scalar_type();
+  const ScalarType compute = type == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
+  const std::vector<ScalarType> grad_types =
+      type == compute ? std::vector<ScalarType>{compute} : std::vector<ScalarType>{compute, type};
+  check.offsets("grad_offsets", tensors.grad_offsets, tensors.grads, "grads", "param", numel);
+  check_runs(check, "grads", tensors.grads, grad_types, tensors.grad_offsets, runs);
+  check_weight(check, tensors);
+  check_moments(check, tensors, compute);
+  check_tables(check, tensors);
 
   AdamwArgs args{};
   args.numel = numel;
-  args.param_dtype = dtype_of(param);
-  args.moment_dtype = dtype_of(exp_avg);
+  args.param_dtype = dtype_of(type);
+  args.grad_dtype = dtype_of(tensors.grads.empty() ? compute : tensors.grads[0].scalar_type());
+  args.moment_dtype = dtype_of(tensors.exp_avg.scalar_type());
+  args.is_stochastic = tensors.is_stochastic;
   args.param = param.data_ptr();
-  args.low = pointer_to(low);
-  args.grad = grad.data_ptr();
-  args.exp_avg = exp_avg.data_ptr();
-  args.exp_avg_sq = exp_avg_sq.data_ptr();
-  args.max_exp_avg_sq = pointer_to(max_exp_avg_sq);
-  args.segments = static_cast<const Segment*>(segments.data_ptr());
-  args.num_segments = num_segments;
-  args.slot_steps = static_cast<const float*>(slot_steps.data_ptr());
-  args.slot_is_active = static_cast<const uint8_t*>(slot_is_active.data_ptr());
-  args.slot_groups = static_cast<const int32_t*>(slot_groups.data_ptr());
-  args.group_hyper = static_cast<const double*>(group_hyper.data_ptr());
-  args.grad_scale = pointer_to(grad_scale);
-  args.is_grad_scale_double = grad_scale.has_value() && grad_scale->scalar_type() == ScalarType::Double;
+  args.low = pointer_to(tensors.low);
+  args.runs = runs.data();
+  args.num_runs = static_cast<int64_t>(runs.size());
+  args.exp_avg = tensors.exp_avg.data_ptr();
+  args.exp_avg_sq = tensors.exp_avg_sq.data_ptr();
+  args.max_exp_avg_sq = pointer_to(tensors.max_exp_avg_sq);
+  args.exp_avg_scale = static_cast<float*>(pointer_to(tensors.exp_avg_scale));
+  args.exp_avg_sq_scale = static_cast<float*>(pointer_to(tensors.exp_avg_sq_scale));
+  args.segments = static_cast<const Segment*>(tensors.segments.data_ptr());
+  args.num_segments = tensors.segments.size(0);
+  args.slot_steps = static_cast<const float*>(tensors.slot_steps.data_ptr());
+  args.slot_is_active = static_cast<const uint8_t*>(tensors.slot_is_active.data_ptr());
+  args.slot_groups = static_cast<const int32_t*>(tensors.slot_groups.data_ptr());
+  args.slot_numbers = static_cast<const int64_t*>(tensors.slot_numbers.data_ptr());
+  args.group_hyper = static_cast<const double*>(tensors.group_hyper.data_ptr());
+  args.grad_scale = pointer_to(tensors.grad_scale);
+  args.is_grad_scale_double = tensors.grad_scale.has_value() && tensors.grad_scale->scalar_type() == ScalarType::Double;
+  args.found_inf = static_cast<const float*>(pointer_to(tensors.found_inf));
   return args;
 }
 
-ReduceArgs check_reduce_slices(const Tensor& out, const Tensor& slices, int64_t divisor, bool accumulate) {
+ReduceArgs check_reduce_slices(
+    const Tensor& out, const Tensor& slices, int64_t divisor, bool accumulate, const std::optional<Tensor>& segments,
+    const std::optional<Tensor>& sums) {
   const bool is_matrix = slices.dim() == 2 && slices.size(0) >= 1;
   STD_TORCH_CHECK(
-      is_matrix && slices.is_contiguous() && is_one_of(slices.scalar_type(), kFloatTypes),
-      "reduce_slices_: slices must be contiguous floating [W, N] with W >= 1, got ", name_of(slices.scalar_type()),
-      text_of(shape_of(slices)), " on ", device_text(slices));
+      is_matrix && slices.is_contiguous() && is_one_of(slices.scalar_type(), float_types()),
+      "reduce_slices_: slices must be contiguous floating [W, N] with W >= 1, got ", text_of(slices));
   const bool is_double = slices.scalar_type() == ScalarType::Double;
   const Checker check{"reduce_slices_", slices};
-  check.tensor("out", out, {is_double ? ScalarType::Double : ScalarType::Float}, {slices.size(1)});
+  const int64_t numel = slices.size(1);
+  check.tensor("out", out, {is_double ? ScalarType::Double : ScalarType::Float}, {numel});
   STD_TORCH_CHECK(divisor >= 1, "reduce_slices_: divisor must be at least 1, got ", divisor);
 
   ReduceArgs args{};
   args.out = out.data_ptr();
   args.slices = slices.data_ptr();
   args.world_size = slices.size(0);
-  args.numel = slices.size(1);
-  args.slice_dtype = dtype_of(slices);
+  args.numel = numel;
+  args.slice_dtype = dtype_of(slices.scalar_type());
   args.divisor = divisor;
   args.is_accumulate = accumulate;
+  args.sum.numel = numel;
+  if (sums.has_value()) {
+    check.present("segments", segments, "where sums are");
+    args.sum = check_sums(check, *sums, *segments, numel);
+  } else {
+    check.absent("segments", segments, "where sums are not given");
+  }
   return args;
 }
 
+SumSquaresArgs check_sum_squares(
+    const Tensor& sums, const std::vector<Tensor>& tensors, const std::vector<int64_t>& offsets, int64_t numel,
+    const Tensor& segments, std::vector<Run>& runs) {
+  const Checker check{"sum_squares_", sums};
+  STD_TORCH_CHECK(numel >= 0, "sum_squares_: numel must be at least 0, got ", numel);
+  SumSquaresArgs args{};
+  args.sum = check_sums(check, sums, segments, numel);
+  check.offsets("offsets", offsets, tensors, "tensors", "the shard", numel);
+  check_runs(check, "tensors", tensors, float_types(), offsets, runs);
+  args.dtype = tensors.empty() ? DType::kFloat32 : dtype_of(tensors[0].scalar_type());
+  args.runs = runs.data();
+  args.num_runs = static_cast<int64_t>(runs.size());
+  return args;
+}
+
+void check_sum_pairs(const Tensor& total, const Tensor& pairs) {
+  const Checker check{"sum_pairs_", total};
+  check.tensor("total", total, {ScalarType::Double}, {2});
+  check.tensor("pairs", pairs, {ScalarType::Double}, {pairs.numel() / 2, 2});
+}
+
 FlattenArgs check_flatten(
-    const Tensor& out, const std::vector<Tensor>& tensors, const std::vector<int64_t>& offsets,
-    std::vector<FlattenEntry>& entries) {
-  const Checker check{"flatten_", out};
-  check.tensor("out", out, kFloatTypes, {out.numel()});
-  STD_TORCH_CHECK(
-      tensors.size() == offsets.size(), "flatten_: offsets must have one entry for each of the ", tensors.size(),
-      " tensors, got ", offsets.size());
-  entries.reserve(tensors.size());
-  int64_t end = 0;
+    const Tensor& flat, const std::vector<Tensor>& tensors, const std::vector<int64_t>& offsets,
+    const std::optional<Tensor>& scale, std::vector<FlattenEntry>& entries) {
+  return check_entries(Checker{"flatten_", flat}, flat, tensors, offsets, scale, entries);
+}
+
+FlattenArgs check_unflatten(
+    const std::vector<Tensor>& tensors, const Tensor& flat, const std::vector<int64_t>& offsets,
+    const std::optional<Tensor>& scale, std::vector<FlattenEntry>& entries) {
+  const FlattenArgs args = check_entries(Checker{"unflatten_", flat}, flat, tensors, offsets, scale, entries);
   for (size_t i = 0; i < tensors.size(); ++i) {
-    const Tensor& tensor = tensors[i];
-    const int64_t numel = tensor.numel();
-    STD_TORCH_CHECK(
-        is_one_of(tensor.scalar_type(), kFloatTypes) && is_on_device_of(tensor, out), "flatten_: tensors[", i,
-        "] must be float32, float64, bfloat16 or float16 on ", device_text(out), ", got ",
-        name_of(tensor.scalar_type()), text_of(shape_of(tensor)), " on ", device_text(tensor));
-    STD_TORCH_CHECK(
-        is_dense(tensor), "flatten_: tensors[", i, "] must be dense, got strides ", text_of(strides_of(tensor)));
-    STD_TORCH_CHECK(
-        end <= offsets[i] && offsets[i] <= out.numel() - numel, "flatten_: offsets[", i, "] must lie between ", end,
-        " and ", out.numel() - numel, " (ascending, disjoint, inside out), got ", offsets[i]);
-    end = offsets[i] + numel;
-    if (numel != 0) {
-      entries.push_back({tensor.data_ptr(), offsets[i], numel, static_cast<int64_t>(dtype_of(tensor))});
+    for (int64_t dim = 0; dim < tensors[i].dim(); ++dim) {
+      STD_TORCH_CHECK(
+          tensors[i].stride(dim) != 0 || tensors[i].size(dim) <= 1, "unflatten_: tensors[", i,
+          "] must have no two elements in one place, got strides ", text_of(strides_of(tensors[i])));
     }
   }
-  FlattenArgs args{};
-  args.out = out.data_ptr();
-  args.out_dtype = dtype_of(out);
-  args.numel = out.numel();
-  args.entries = entries.data();
-  args.num_entries = static_cast<int64_t>(entries.size());
   return args;
 }
 
 }  // namespace zero_shard
 
 STABLE_TORCH_LIBRARY(zero_shard, library) {
-  library.def("flatten_(Tensor(a!) out, Tensor[] tensors, int[] offsets) -> ()");
-  library.def("reduce_slices_(Tensor(a!) out, Tensor slices, int divisor, bool accumulate) -> ()");
+  library.def("flatten_(Tensor(a!) flat, Tensor[] tensors, int[] offsets, Tensor? scale) -> ()");
+  library.def("unflatten_(Tensor(a!)[] tensors, Tensor flat, int[] offsets, Tensor? scale) -> ()");
   library.def(
-      "adamw_(Tensor(a!) param, Tensor(b!)? low, Tensor grad, Tensor(c!) exp_avg, Tensor(d!) exp_avg_sq, "
-      "Tensor(e!)? max_exp_avg_sq, Tensor segments, Tensor slot_steps, Tensor slot_is_active, Tensor slot_groups, "
-      "Tensor group_hyper, Tensor? grad_scale) -> ()");
+      "reduce_slices_(Tensor(a!) out, Tensor slices, int divisor, bool accumulate, Tensor? segments, "
+      "Tensor(b!)? sums) -> ()");
+  library.def("sum_squares_(Tensor(a!) sums, Tensor[] tensors, int[] offsets, int numel, Tensor segments) -> ()");
+  library.def("sum_pairs_(Tensor(a!) total, Tensor pairs) -> ()");
+  library.def(
+      "adamw_(Tensor(a!) param, Tensor(b!)? low, Tensor[] grads, int[] grad_offsets, Tensor(c!) exp_avg, "
+      "Tensor(d!) exp_avg_sq, Tensor(e!)? max_exp_avg_sq, Tensor(f!)? exp_avg_scale, Tensor(g!)? exp_avg_sq_scale, "
+      "Tensor segments, Tensor slot_steps, Tensor slot_is_active, Tensor slot_groups, Tensor slot_numbers, "
+      "Tensor group_hyper, Tensor? grad_scale, Tensor? found_inf, bool stochastic) -> ()");
   library.def("cpu_instruction_set() -> str");
   library.def("force_cpu_instruction_set(str name) -> ()");
 }

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 import zero_shard
 from zero_shard.layout import (
-    ALIGNMENT_NBYTES,
+    ALIGNMENT_NUMEL,
+    BLOCK_NUMEL,
     BucketLayout,
     capped_bucket_nbytes,
     dense_strides,
@@ -23,8 +24,8 @@ from zero_shard.layout import (
 
 _numels = st.lists(st.one_of(st.integers(0, 70), st.sampled_from([0, 1, 4096, 10007])), max_size=12)
 _worlds = st.integers(1, 9)
-_itemsizes = st.sampled_from([1, 2, 4, 8])
-_layouts = given(numels=_numels, num_shards=_worlds, itemsize=_itemsizes, replicas=st.integers(1, 4))
+_alignments = st.sampled_from([ALIGNMENT_NUMEL, BLOCK_NUMEL])
+_layouts = given(numels=_numels, num_shards=_worlds, alignment=_alignments, replicas=st.integers(1, 4))
 _quick = settings(max_examples=150, deadline=None, derandomize=True)
 
 
@@ -41,25 +42,25 @@ def _owners(layout: BucketLayout) -> list[dict[int, int]]:
 
 @_quick
 @_layouts
-def test_every_element_has_exactly_one_owner(numels: list[int], num_shards: int, itemsize: int, replicas: int) -> None:
-    layout = lay_out(numels, num_shards, itemsize, replicas)
+def test_every_element_has_exactly_one_owner(numels: list[int], num_shards: int, replicas: int, alignment: int) -> None:
+    layout = lay_out(numels, num_shards, replicas, alignment)
     for owned, numel in zip(_owners(layout), numels, strict=True):
         assert sorted(owned) == list(range(numel))
 
 
 @_quick
 @_layouts
-@example(numels=[], num_shards=3, itemsize=4, replicas=1)
-@example(numels=[0, 0], num_shards=2, itemsize=2, replicas=2)
+@example(numels=[], num_shards=3, alignment=16, replicas=1)
+@example(numels=[0, 0], num_shards=2, alignment=16, replicas=2)
 def test_slots_are_aligned_disjoint_and_inside(
-    numels: list[int], num_shards: int, itemsize: int, replicas: int
+    numels: list[int], num_shards: int, replicas: int, alignment: int
 ) -> None:
-    layout = lay_out(numels, num_shards, itemsize, replicas)
+    layout = lay_out(numels, num_shards, replicas, alignment)
     assert [slot.numel for slot in layout.slots] == numels
     end = 0
     for slot in layout.slots:
         assert slot.offset >= end
-        assert slot.offset * itemsize % ALIGNMENT_NBYTES == 0
+        assert slot.offset % alignment == 0
         end = slot.offset + slot.numel
     assert layout.numel >= end
 
@@ -67,26 +68,26 @@ def test_slots_are_aligned_disjoint_and_inside(
 @_quick
 @_layouts
 def test_shards_are_equal_aligned_and_cover_the_bucket(
-    numels: list[int], num_shards: int, itemsize: int, replicas: int
+    numels: list[int], num_shards: int, replicas: int, alignment: int
 ) -> None:
-    layout = lay_out(numels, num_shards, itemsize, replicas)
+    layout = lay_out(numels, num_shards, replicas, alignment)
     ranges = [layout.shard_range(rank) for rank in range(num_shards)]
     assert [start for start, _ in ranges] == [rank * layout.shard_numel for rank in range(num_shards)]
     assert ranges[0][0] == 0 and ranges[-1][1] == layout.numel
     for (_, stop), (start, _) in itertools.pairwise(ranges):
         assert stop == start
     assert layout.shard_numel % replicas == 0, "a shard splits evenly over the replicas"
-    assert layout.shard_numel // replicas * itemsize % ALIGNMENT_NBYTES == 0
-    padding_nbytes = (layout.numel - sum(numels)) * itemsize
-    assert padding_nbytes < ALIGNMENT_NBYTES * (len(numels) + num_shards * replicas), "padding is bounded"
+    assert layout.shard_numel // replicas % alignment == 0
+    padding_numel = layout.numel - sum(numels)
+    assert padding_numel < alignment * (len(numels) + num_shards * replicas), "padding is bounded"
 
 
 @_quick
 @_layouts
 def test_segments_are_ascending_and_lie_where_the_slots_do(
-    numels: list[int], num_shards: int, itemsize: int, replicas: int
+    numels: list[int], num_shards: int, replicas: int, alignment: int
 ) -> None:
-    layout = lay_out(numels, num_shards, itemsize, replicas)
+    layout = lay_out(numels, num_shards, replicas, alignment)
     for rank in range(num_shards):
         end, shard_start = 0, layout.shard_range(rank)[0]
         for segment in layout.segments(rank):
@@ -157,20 +158,37 @@ def test_dense_strides_keep_a_permutation(shape: list[int], data: st.DataObject)
 
 # Lowest first; a file imports from lines above its own, and within a line without cycles.
 _ORDER = [
-    ["layout", "config", "twins"],
+    ["layout", "config", "apex_kernels", "number_formats", "random_bits", "canonical_sums"],
+    ["block_codec"],
+    ["adamw_math"],
+    ["operator_checks"],
+    ["twins"],
     ["ops"],
+    ["selfcheck.case", "selfcheck.inputs"],
+    ["selfcheck.copies", "selfcheck.sums", "selfcheck.adamw"],
+    ["selfcheck"],
     ["buffers"],
     ["collectives"],
     ["norms", "sharded_grad"],
     [
         *("stages.base", "stages.slots", "stages.released", "stages.schedule", "stages.units", "stages.materialize"),
-        *("stages.reduction", "stages.optimizer_state", "stages.gradients", "stages.parameters", "stages"),
+        *(
+            "stages.exchanges",
+            "stages.gradient_norms",
+            "stages.reduction",
+            "stages.optimizer_state",
+            "stages.gradients",
+            "stages.parameters",
+            "stages",
+        ),
     ],
     ["gathering", "construction", "agreement", "plan", "state", "tables"],
     ["adamw"],
     ["checkpoint", "monitor"],
     [""],
+    ["doctor"],
     ["cli"],
+    ["__main__"],
 ]
 _ROOT = Path(zero_shard.__file__).parent
 

@@ -14,7 +14,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-ALIGNMENT_NBYTES = 16  # one vector load of the kernels
+# Slots and shards start at multiples of so many elements: whole vector loads in every dtype, and the lanes of the
+# canonical sums (see docs/kernels.md).
+ALIGNMENT_NUMEL = 16
+BLOCK_NUMEL = 256  # elements that share a scale where moments have 8 bits; no shard cuts a block
 _SMALLEST_CAP_NBYTES = 1 << 20
 _BUCKETS_PER_MODEL = 8  # fewer would neither overlap with backward nor bound the extra memory
 
@@ -63,7 +66,10 @@ class BucketLayout:
 
     def segments(self, rank: int) -> list[Segment]:
         """Return what of each parameter lies in shard ``rank``, ascending, empty parts left out."""
-        start, stop = self.shard_range(rank)
+        return self.segments_between(*self.shard_range(rank))
+
+    def segments_between(self, start: int, stop: int) -> list[Segment]:
+        """Return what of each parameter lies in the range [start, stop) of the bucket, as if it were a shard."""
         found = []
         for position, (offset, numel) in enumerate(self.slots):
             low, high = max(offset, start), min(offset + numel, stop)
@@ -72,21 +78,22 @@ class BucketLayout:
         return found
 
 
-def lay_out(numels: Iterable[int], num_shards: int, itemsize: int, replicas: int = 1) -> BucketLayout:
+def lay_out(
+    numels: Iterable[int], num_shards: int, replicas: int = 1, alignment_numel: int = ALIGNMENT_NUMEL
+) -> BucketLayout:
     """Place parameters one after the other, each aligned, the whole padded to equal aligned shards.
 
     Args:
         numels: Elements of each parameter; 0 is legal.
         num_shards: Number of equal ranges W, at least 1.
-        itemsize: Bytes of one element.
         replicas: Each shard also splits evenly into so many aligned parts (for reducing across replicas).
+        alignment_numel: Of slots and shards, in elements.
     """
-    alignment = max(1, ALIGNMENT_NBYTES // itemsize)
     slots, end = [], 0
     for numel in numels:
         slots.append(Slot(end, numel))
-        end = _round_up(end + numel, alignment)
-    return BucketLayout(tuple(slots), _round_up(end, num_shards * replicas * alignment), num_shards)
+        end = _round_up(end + numel, alignment_numel)
+    return BucketLayout(tuple(slots), _round_up(end, num_shards * replicas * alignment_numel), num_shards)
 
 
 def split_into_buckets(nbytes: Sequence[int], bucket_nbytes: int) -> list[range]:

@@ -1,7 +1,7 @@
 """Load the compiled operators, or put their PyTorch twins in their place and say so.
 
-Three operators do all arithmetic on shards: ``flatten_``, ``reduce_slices_`` and ``adamw_`` (documented in
-``twins.py``). The compiled ones live in ``csrc`` and are registered as ``torch.ops.zero_shard.*``.
+All arithmetic on shards is done by the operators in ``Kernels``, documented in ``twins.py``. The compiled ones live in
+``csrc`` and are registered as ``torch.ops.zero_shard.*``.
 """
 
 from __future__ import annotations
@@ -14,20 +14,25 @@ from typing import Any, NamedTuple
 
 import torch
 
-from zero_shard import twins
+from zero_shard import apex_kernels, twins
 
 _LOG = logging.getLogger("zero_shard")
 _PACKAGE_DIR = Path(__file__).parent
-_OP_NAMES = ("flatten_", "reduce_slices_", "adamw_")
 
 
 class Kernels(NamedTuple):
-    """The three operators in one form, as ``select`` hands them out."""
+    """The operators in one form, as ``select`` hands them out."""
 
-    name: str  # "native" or "torch"
+    name: str  # "native", "torch" or "apex"
     flatten_: Callable[..., None]
+    unflatten_: Callable[..., None]
     reduce_slices_: Callable[..., None]
+    sum_squares_: Callable[..., None]
+    sum_pairs_: Callable[..., None]
     adamw_: Callable[..., None]
+
+
+_OP_NAMES = Kernels._fields[1:]
 
 
 def _build_notes() -> dict[str, str]:
@@ -50,6 +55,10 @@ def _load() -> dict[str, str]:
         torch.ops.load_library(str(libraries[0]))
     except (OSError, RuntimeError) as error:
         reason = f"{libraries[0].name} does not load: {error}"
+        return {"cpu": reason, "cuda": reason}
+    unknown = [name for name in _OP_NAMES if not hasattr(torch.ops.zero_shard, name)]
+    if unknown:
+        reason = f"{libraries[0].name} was built from another version: it has no {', '.join(unknown)}; build it again"
         return {"cpu": reason, "cuda": reason}
     for name in _OP_NAMES:
         torch.library.register_fake(f"zero_shard::{name}", lambda *args, **kwargs: None)
@@ -77,7 +86,7 @@ def _warn_once(kind: str) -> None:
         _LOG.warning("zero_shard: no compiled %s kernels (%s); the slower PyTorch path is used.", kind, _MISSING[kind])
 
 
-_TWINS = Kernels("torch", twins.flatten_, twins.reduce_slices_, twins.adamw_)
+_TWINS = Kernels("torch", *(getattr(twins, name) for name in _OP_NAMES))
 _MISSING = _load()
 _warned: set[str] = set()
 
@@ -96,16 +105,19 @@ def select(kernels: str = "auto", device: torch.device | str = "cpu") -> Kernels
     """Return the operators in the form that ``kernels`` names, for tensors on ``device``.
 
     Args:
-        kernels: "auto" (compiled where present, else the twins and one line in the log), "native" or "torch".
+        kernels: "auto" (compiled where present, else the twins and one line in the log), "native", "torch", or "apex"
+            (as "auto", with NVIDIA apex's update; see Note [apex]).
         device: Where the shards live.
     Raises:
         ValueError: an unknown name.
-        RuntimeError: "native" where the compiled part is missing; the message says why.
+        RuntimeError: "native" where the compiled part is missing, "apex" where that is; the message says why.
     """
-    if kernels not in ("auto", "native", "torch"):
-        raise ValueError(f"kernels must be 'auto', 'native' or 'torch', got {kernels!r}")
+    if kernels not in ("auto", "native", "torch", "apex"):
+        raise ValueError(f"kernels must be 'auto', 'native', 'torch' or 'apex', got {kernels!r}")
     if kernels == "torch":
         return _TWINS
+    if kernels == "apex":
+        return apex_kernels.load(select("auto", device), device if torch.device(device).type == "cuda" else None)
     kind = torch.device(device).type
     reason = missing_reason(device)
     if reason is None:

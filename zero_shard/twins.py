@@ -1,122 +1,148 @@
 """The operators in pure PyTorch: signatures, checks and bits of the compiled ones, at a lower speed.
 
-They run where the compiled part is missing, and in the tests as its plain counterpart. None communicates.
-
-# Note [One arithmetic]
-Both forms use only IEEE basic operations (add, subtract, multiply, divide, square root) in one fixed order
-and never a fused multiply-add, so that every instruction set, thread count, device and these twins give equal
-bits (the payload of a NaN excepted). Constants are formed in float64 per segment and rounded once.
+They run where the compiled part is missing, and in the tests as its plain counterpart. None communicates. Temporaries
+are bounded: none grows with the shard. The arithmetic lies beside this file: ``adamw_math``, ``block_codec``,
+``canonical_sums``, ``number_formats`` and ``random_bits``.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
-import numpy
 import torch
 from torch import Tensor
 
-_FLOAT_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-# Bounds the temporaries of the twins: a step must not allocate anything that grows with the model.
+from zero_shard import canonical_sums
+from zero_shard.adamw_math import BATCH_NUMEL, Piece, Shard, batches, make_constants, spread_constants, update_
+from zero_shard.block_codec import decode_blocks, encode_blocks
+from zero_shard.number_formats import join_remainder, split_remainder
+from zero_shard.operator_checks import (
+    FLOAT_DTYPES,
+    MAX_DIMS,
+    Checker,
+    StepRows,
+    Tables,
+    check,
+    check_adamw,
+    count_dims,
+    find_runs,
+    kind_of,
+    read_tables,
+)
+from zero_shard.random_bits import RandomKey, make_random_key
+
+__all__ = [
+    "adamw_",
+    "decode_blocks",
+    "encode_blocks",
+    "flatten_",
+    "join_remainder",
+    "reduce_slices_",
+    "split_remainder",
+    "sum_pairs_",
+    "sum_squares_",
+    "unflatten_",
+]
+
 _CHUNK_NUMEL = 1 << 20
-_NUM_HYPER = 7  # lr, beta1, beta2, eps, weight_decay, is_amsgrad, is_maximize
-_IS_AMSGRAD = 5
-_F32_MAGNITUDE = 0x7FFFFFFF
-_F32_INF = 0x7F800000
-_BF16_QUIET_BIT = 0x40
-
-
-class _Constants(NamedTuple):
-    """What one segment's update needs, each already rounded to the compute dtype."""
-
-    is_first_weight_small: bool
-    is_amsgrad: bool
-    is_maximize: bool
-    decay: float  # 1 - lr * weight_decay
-    first_weight: float  # 1 - beta1 where that is below one half, else beta1
-    beta2: float
-    one_minus_beta2: float
-    bias_correction2_sqrt: float
-    eps: float
-    minus_step_size: float
-
-
-def _check(condition: bool, message: str) -> None:
-    # RuntimeError, because that is what the compiled operators (and torch's own) raise for the same fault.
-    if not condition:
-        raise RuntimeError(message)
-
-
-def _kind(tensor: Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)} on {tensor.device}"
-
-
-def _check_tensor(
-    op: str, name: str, tensor: Tensor, dtypes: Sequence[torch.dtype], shape: list[int], device: torch.device
-) -> None:
-    is_right = tensor.dtype in dtypes and list(tensor.shape) == shape and tensor.device == device
-    wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-    _check(is_right, f"{op}: {name} must be {wanted}{shape} on {device}, got {_kind(tensor)}")
-    _check(tensor.is_contiguous(), f"{op}: {name} must be contiguous, got strides {list(tensor.stride())}")
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    """Return whether the elements fill one contiguous range of memory, in any order of dimensions."""
-    if tensor.is_contiguous():
-        return True
-    expected = 1
-    for stride, length in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if length != 1:
-            if stride != expected:
-                return False
-            expected *= length
-    return True
 
 
 @torch.no_grad()
-def flatten_(out: Tensor, tensors: Sequence[Tensor], offsets: Sequence[int]) -> None:
-    """Copy dense tensors, each in memory order and cast to the dtype of ``out``, into one flat buffer.
+def flatten_(flat: Tensor, tensors: Sequence[Tensor], offsets: Sequence[int], scale: Tensor | None) -> None:
+    """Copy tensors, each in row-major order and cast to the dtype of ``flat``, into one flat buffer.
 
-    Elements of ``out`` that no tensor covers become zero. Casts round to nearest even (from float64 to a
+    Elements of ``flat`` that no tensor covers become zero. Casts round to nearest even (from float64 to a
     16-bit type through float32, as ``Tensor.to`` does).
 
     Args:
-        out: [N] contiguous, mutated.
-        tensors: Dense, of any shape and of differing floating dtypes.
-        offsets: Where each tensor starts in ``out``; ascending, the ranges disjoint.
+        flat: [N] contiguous, mutated.
+        tensors: Of any shape and strides (at most 6 dimensions when neighbours that are one run of memory are joined)
+            and of differing floating dtypes.
+        offsets: Where each tensor starts in ``flat``; ascending, the ranges disjoint.
+        scale: 0-dim float32, a factor: the product is taken in float32, in float64 where either dtype is that. None:
+            no product; between equal dtypes the bits stay.
     Raises:
-        RuntimeError: a wrong dtype, device, shape, or ranges that overlap or leave ``out``.
+        RuntimeError: a wrong dtype, device, shape, or ranges that overlap or leave ``flat``.
     """
-    _check_tensor("flatten_", "out", out, _FLOAT_DTYPES, [out.numel()], out.device)
-    _check(
-        len(tensors) == len(offsets),
-        f"flatten_: offsets must have one entry for each of the {len(tensors)} tensors, got {len(offsets)}",
-    )
-    end = 0
-    for index, (tensor, offset) in enumerate(zip(tensors, offsets, strict=True)):
-        name = f"tensors[{index}]"
-        _check(
-            tensor.dtype in _FLOAT_DTYPES and tensor.device == out.device,
-            f"flatten_: {name} must be float32, float64, bfloat16 or float16 on {out.device}, got {_kind(tensor)}",
-        )
-        _check(_is_dense(tensor), f"flatten_: {name} must be dense, got strides {list(tensor.stride())}")
-        _check(
-            end <= offset <= out.numel() - tensor.numel(),
-            f"flatten_: offsets[{index}] must lie between {end} and {out.numel() - tensor.numel()} "
-            f"(ascending, disjoint, inside out), got {offset}",
-        )
-        end = offset + tensor.numel()
+    _check_copies("flatten_", flat, tensors, offsets, scale)
     end = 0
     for tensor, offset in zip(tensors, offsets, strict=True):
-        out[end:offset].zero_()
+        flat[end:offset].zero_()
         end = offset + tensor.numel()
-        out[offset:end].copy_(tensor.as_strided((tensor.numel(),), (1,)))
-    out[end:].zero_()
+        for first, piece in _pieces(tensor, offset):
+            target = flat[first : first + piece.numel()].view(piece.shape)
+            target.copy_(_scaled(piece, scale, flat.dtype))
+    flat[end:].zero_()
 
 
 @torch.no_grad()
-def reduce_slices_(out: Tensor, slices: Tensor, divisor: int, accumulate: bool) -> None:
+def unflatten_(tensors: Sequence[Tensor], flat: Tensor, offsets: Sequence[int], scale: Tensor | None) -> None:
+    """Copy ranges of one flat buffer into tensors, the reverse of ``flatten_``; nothing else is touched.
+
+    Args:
+        tensors: As for ``flatten_``, mutated; no element may lie where another one does.
+        flat: [N] contiguous.
+        offsets: Where the range of each tensor starts in ``flat``; ascending, the ranges disjoint.
+        scale: As for ``flatten_``.
+    Raises:
+        RuntimeError: a wrong dtype, device, shape, strides of 0, or ranges that overlap or leave ``flat``.
+    """
+    _check_copies("unflatten_", flat, tensors, offsets, scale)
+    for index, tensor in enumerate(tensors):
+        if any(length > 1 and not step for length, step in zip(tensor.shape, tensor.stride(), strict=True)):
+            strides = list(tensor.stride())
+            raise RuntimeError(
+                f"unflatten_: tensors[{index}] must have no two elements in one place, got strides {strides}"
+            )
+    for tensor, offset in zip(tensors, offsets, strict=True):
+        for first, piece in _pieces(tensor, offset):
+            source = flat[first : first + piece.numel()].view(piece.shape)
+            piece.copy_(_scaled(source, scale, tensor.dtype))
+
+
+def _check_copies(
+    op: str, flat: Tensor, tensors: Sequence[Tensor], offsets: Sequence[int], scale: Tensor | None
+) -> None:
+    checker = Checker(op, flat.device)
+    checker.tensor("flat", flat, FLOAT_DTYPES, [flat.numel()])
+    checker.optional("scale", scale, (torch.float32,), [])
+    checker.floats("tensors", tensors)
+    checker.offsets(("offsets", "tensors", "flat"), offsets, tensors, flat.numel())
+    for index, tensor in enumerate(tensors):
+        if tensor.numel() and count_dims(tensor) > MAX_DIMS:
+            raise RuntimeError(
+                f"{op}: tensors[{index}] must have at most {MAX_DIMS} dimensions that are not one run of memory with "
+                f"their neighbour, got {kind_of(tensor)} with strides {list(tensor.stride())}"
+            )
+
+
+def _pieces(tensor: Tensor, start: int) -> Iterator[tuple[int, Tensor]]:
+    """Cut a tensor into parts (aliases) of at most ``_CHUNK_NUMEL`` elements, in row-major order from ``start`` on."""
+    if tensor.numel() <= _CHUNK_NUMEL:
+        yield start, tensor
+        return
+    inner = tensor.numel() // len(tensor)
+    if inner > _CHUNK_NUMEL:
+        for index, part in enumerate(tensor):
+            yield from _pieces(part, start + index * inner)
+        return
+    num_rows = _CHUNK_NUMEL // inner
+    for first in range(0, len(tensor), num_rows):
+        yield start + first * inner, tensor[first : first + num_rows]
+
+
+def _scaled(values: Tensor, scale: Tensor | None, target: torch.dtype) -> Tensor:
+    if scale is None:
+        return values
+    wide = torch.float64 if torch.float64 in (values.dtype, target) else torch.float32
+    return values.to(wide) * scale.to(wide)
+
+
+@torch.no_grad()
+def reduce_slices_(
+    out: Tensor, slices: Tensor, divisor: int, accumulate: bool, segments: Tensor | None, sums: Tensor | None
+) -> None:
     """Add W slices in rank order, divide the sum, and write it to ``out`` or add it there.
 
     Args:
@@ -124,43 +150,121 @@ def reduce_slices_(out: Tensor, slices: Tensor, divisor: int, accumulate: bool) 
         slices: [W, N] contiguous, W >= 1; each slice is widened to the dtype of ``out`` before it is added.
         divisor: At least 1; a true division of the finished sum.
         accumulate: Whether the quotient is added to ``out`` instead of replacing it.
+        segments: [S, 4] int64, as for ``adamw_``; None where ``sums`` is None.
+        sums: [S, 2] float64, mutated: the sum of squares of ``out``, as it is then, over each segment; see
+            ``sum_squares_``. None: none is wanted.
+    Raises:
+        RuntimeError: a wrong dtype, device, shape or table entry.
+    """
+    check(
+        slices.dim() == 2 and slices.shape[0] >= 1 and slices.dtype in FLOAT_DTYPES and slices.is_contiguous(),
+        f"reduce_slices_: slices must be contiguous floating [W, N] with W >= 1, got {kind_of(slices)}",
+    )
+    dtype = torch.float64 if slices.dtype == torch.float64 else torch.float32
+    checker = Checker("reduce_slices_", slices.device)
+    checker.tensor("out", out, (dtype,), [slices.shape[1]])
+    check(divisor >= 1, f"reduce_slices_: divisor must be at least 1, got {divisor}")
+    if sums is None:
+        checker.absent("segments", segments, "where sums are not given")
+    else:
+        checker.present("segments", segments, "where sums are")
+        _check_sums(checker, sums, segments)
+    table = _read_segments(checker, segments, out.numel())
+    # A 0-dim tensor on the device: CUDA replaces the division by a host scalar with a multiplication.
+    full_divisor = torch.full((), divisor, dtype=dtype, device=out.device)
+    for start in range(0, out.numel(), _CHUNK_NUMEL):
+        chunk = slice(start, start + _CHUNK_NUMEL)
+        total = slices[0, chunk].to(dtype, copy=True)
+        for rank in range(1, slices.shape[0]):
+            total.add_(slices[rank, chunk])
+        total.div_(full_divisor)
+        if accumulate:
+            out[chunk].add_(total)
+        else:
+            out[chunk].copy_(total)
+    if sums is not None:
+        _write_pairs(sums, canonical_sums.sum_squares_by_segment([out], [0], table))
+
+
+@torch.no_grad()
+def sum_squares_(sums: Tensor, tensors: Sequence[Tensor], offsets: Sequence[int], numel: int, segments: Tensor) -> None:
+    """Write the sum of squares of each segment of a shard as an unevaluated sum of two numbers.
+
+    The first is the sum, rounded once; it does not depend on instruction set, threads, device, or on where a parameter
+    is cut into shards (see Note [Canonical chunks] in csrc/pair_sum.h). NaN or inf among the values make it NaN or inf.
+
+    Args:
+        sums: [S, 2] float64, mutated.
+        tensors: The values, in the shard's memory order: contiguous, of one floating dtype. 16-bit values are widened
+            to float32; what no tensor covers counts as 0.
+        offsets: Where each tensor starts in the shard; ascending, the ranges disjoint.
+        numel: Length N of the shard.
+        segments: [S, 4] int64, as for ``adamw_``; slots are not looked at.
+    Raises:
+        RuntimeError: a wrong dtype, device, shape or table entry.
+    """
+    checker = Checker("sum_squares_", sums.device)
+    check(numel >= 0, f"sum_squares_: numel must be at least 0, got {numel}")
+    _check_sums(checker, sums, segments)
+    checker.offsets(("offsets", "tensors", "the shard"), offsets, tensors, numel)
+    checker.runs("tensors", tensors, FLOAT_DTYPES)
+    table = _read_segments(checker, segments, numel)
+    flat = [tensor.view(-1) for tensor in tensors]
+    _write_pairs(sums, canonical_sums.sum_squares_by_segment(flat, offsets, table))
+
+
+@torch.no_grad()
+def sum_pairs_(total: Tensor, pairs: Tensor) -> None:
+    """Write the sum of K unevaluated pairs, as ``sum_squares_`` writes them, as one pair.
+
+    Args:
+        total: [2] float64, mutated.
+        pairs: [K, 2] float64; K may be 0.
     Raises:
         RuntimeError: a wrong dtype, device or shape.
     """
-    _check(
-        slices.dim() == 2 and slices.shape[0] >= 1 and slices.dtype in _FLOAT_DTYPES and slices.is_contiguous(),
-        f"reduce_slices_: slices must be contiguous floating [W, N] with W >= 1, got {_kind(slices)}",
-    )
-    dtype = torch.float64 if slices.dtype == torch.float64 else torch.float32
-    _check_tensor("reduce_slices_", "out", out, (dtype,), [slices.shape[1]], slices.device)
-    _check(divisor >= 1, f"reduce_slices_: divisor must be at least 1, got {divisor}")
-    # A 0-dim tensor on the device: CUDA replaces the division by a host scalar with a multiplication.
-    full_divisor = torch.full((), divisor, dtype=dtype, device=out.device)
-    for start, stop in _chunks(0, out.numel()):
-        total = slices[0, start:stop].to(dtype, copy=True)
-        for rank in range(1, slices.shape[0]):
-            total.add_(slices[rank, start:stop])
-        total.div_(full_divisor)
-        if accumulate:
-            out[start:stop].add_(total)
-        else:
-            out[start:stop].copy_(total)
+    checker = Checker("sum_pairs_", total.device)
+    checker.tensor("total", total, (torch.float64,), [2])
+    checker.tensor("pairs", pairs, (torch.float64,), [pairs.numel() // 2, 2])
+    _write_pairs(total, [canonical_sums.add_pairs(pairs.view(-1).tolist())])
+
+
+def _check_sums(checker: Checker, sums: Tensor, segments: Tensor | None) -> None:
+    assert segments is not None
+    checker.segments(segments)
+    checker.tensor("sums", sums, (torch.float64,), [len(segments), 2])
+
+
+def _read_segments(checker: Checker, segments: Tensor | None, numel: int) -> list[list[int]]:
+    table: list[list[int]] = [] if segments is None else segments.tolist()
+    checker.segment_rows(table, numel)
+    return table
+
+
+def _write_pairs(sums: Tensor, pairs: list[canonical_sums.Pair]) -> None:
+    sums.copy_(torch.tensor(pairs, dtype=torch.float64).view(sums.shape))
 
 
 @torch.no_grad()
 def adamw_(
     param: Tensor,
     low: Tensor | None,
-    grad: Tensor,
+    grads: Sequence[Tensor],
+    grad_offsets: Sequence[int],
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
     max_exp_avg_sq: Tensor | None,
+    exp_avg_scale: Tensor | None,
+    exp_avg_sq_scale: Tensor | None,
     segments: Tensor,
     slot_steps: Tensor,
     slot_is_active: Tensor,
     slot_groups: Tensor,
+    slot_numbers: Tensor,
     group_hyper: Tensor,
     grad_scale: Tensor | None,
+    found_inf: Tensor | None,
+    stochastic: bool,
 ) -> None:
     """Update a shard of N elements by one AdamW step, in place; elements outside all segments stay.
 
@@ -171,236 +275,70 @@ def adamw_(
         low: [N] the part of the float32 master weight that a 16-bit ``param`` cannot hold: int16 remainder
             for bfloat16, the whole float32 master for float16 (made again from ``param`` where the two
             disagree). None: no master; must be None for float32 and float64.
-        grad: [N] float32 (float64 with a float64 ``param``).
-        exp_avg: [N] of the dtype of ``grad``, or bfloat16 (not with float64).
-        exp_avg_sq: [N] of the dtype of ``exp_avg``.
-        max_exp_avg_sq: [N] the same; None where no group asks for amsgrad.
-        segments: [S, 3] int64: start, numel, slot; ascending and disjoint.
+        grads: The gradient, in the shard's memory order: tensors of any shape, all of the dtype of ``param`` or all
+            float32 (float64 with a float64 ``param``). Each active segment lies within one of them.
+        grad_offsets: Where each of them starts in the shard; ascending, the ranges disjoint.
+        exp_avg: [N] float32 (float64 with a float64 ``param``), bfloat16, or int8 codes (neither with float64).
+        exp_avg_sq: [N] of the dtype of ``exp_avg``; uint8 beside int8.
+        max_exp_avg_sq: [N] the same; None where no group asks for amsgrad, and beside int8.
+        exp_avg_scale: [ceil(N / 256)] float32 beside int8, else None; see ``block_codec``. Blocks are counted in
+            the shard, and every segment begins with one there and in its parameter.
+        exp_avg_sq_scale: The same.
+        segments: [S, 4] int64: start, numel, slot, start in the parameter; ascending and disjoint.
         slot_steps: [P] float32 step count, this step included.
         slot_is_active: [P] uint8; 0 leaves the slot's elements untouched.
         slot_groups: [P] int32 row of ``group_hyper``.
+        slot_numbers: [P] int64 number of the parameter: with its step the key of its random bits.
         group_hyper: [G, 7] float64: lr, beta1, beta2, eps, weight_decay, is_amsgrad, is_maximize.
         grad_scale: 0-dim float32 or float64; the gradient is multiplied by it first.
+        found_inf: 0-dim float32; anything but 0 leaves everything untouched.
+        stochastic: Round the new weight up or down at random, keeping its expected value; only for a bfloat16
+            ``param`` without ``low``.
     Raises:
         RuntimeError: a wrong dtype, device, shape or table entry.
     Source: arXiv:1711.05101, algorithm 2; see Note [One arithmetic].
     """
-    _check_adamw(param, low, grad, exp_avg, exp_avg_sq, max_exp_avg_sq, grad_scale)
-    _check_tables(param, segments, slot_steps, slot_is_active, slot_groups, group_hyper)
-    table, hyper = segments.tolist(), group_hyper.tolist()
-    steps, is_active, groups = slot_steps.tolist(), slot_is_active.tolist(), slot_groups.tolist()
-    _check_entries(table, groups, param.numel(), len(hyper))
-    if max_exp_avg_sq is None:
-        for group, has_step in zip(groups, is_active, strict=True):
-            _check(
-                not (has_step and hyper[group][_IS_AMSGRAD]),
-                f"adamw_: max_exp_avg_sq must be given for group {group}, which asks for amsgrad, got None",
-            )
-    scale = None if grad_scale is None else grad_scale.to(grad.dtype)
-    shard = (param, low, grad, exp_avg, exp_avg_sq, max_exp_avg_sq)
-    for start, numel, slot in table:
-        if not is_active[slot] or not numel:
-            continue
-        constants = _constants(hyper[groups[slot]], steps[slot], grad.dtype)
-        for first, last in _chunks(start, start + numel):
-            chunk = (None if tensor is None else tensor[first:last] for tensor in shard)
-            _update_chunk(constants, scale, *chunk)  # type: ignore[arg-type]
-
-
-def _check_adamw(
-    param: Tensor,
-    low: Tensor | None,
-    grad: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    max_exp_avg_sq: Tensor | None,
-    grad_scale: Tensor | None,
-) -> None:
-    shape, device = [param.numel()], param.device
-    compute = torch.float64 if param.dtype == torch.float64 else torch.float32
-    _check_tensor("adamw_", "param", param, _FLOAT_DTYPES, shape, device)
-    _check_tensor("adamw_", "grad", grad, (compute,), shape, device)
-    is_fp64 = compute == torch.float64
-    _check_tensor("adamw_", "exp_avg", exp_avg, (compute,) if is_fp64 else (compute, torch.bfloat16), shape, device)
-    _check_tensor("adamw_", "exp_avg_sq", exp_avg_sq, (exp_avg.dtype,), shape, device)
-    if max_exp_avg_sq is not None:
-        _check_tensor("adamw_", "max_exp_avg_sq", max_exp_avg_sq, (exp_avg.dtype,), shape, device)
-    if low is not None:
-        low_dtype = {torch.bfloat16: torch.int16, torch.float16: torch.float32}.get(param.dtype)
-        _check(low_dtype is not None, f"adamw_: low must be None for a {param.dtype} param, got {_kind(low)}")
-        if low_dtype is not None:
-            _check_tensor("adamw_", "low", low, (low_dtype,), shape, device)
-    if grad_scale is not None:
-        _check_tensor("adamw_", "grad_scale", grad_scale, (torch.float32, torch.float64), [], device)
-
-
-def _check_tables(
-    param: Tensor,
-    segments: Tensor,
-    slot_steps: Tensor,
-    slot_is_active: Tensor,
-    slot_groups: Tensor,
-    group_hyper: Tensor,
-) -> None:
-    device, num_slots = param.device, slot_steps.numel()
-    _check_tensor("adamw_", "segments", segments, (torch.int64,), [segments.numel() // 3, 3], device)
-    _check_tensor("adamw_", "slot_steps", slot_steps, (torch.float32,), [num_slots], device)
-    _check_tensor("adamw_", "slot_is_active", slot_is_active, (torch.uint8,), [num_slots], device)
-    _check_tensor("adamw_", "slot_groups", slot_groups, (torch.int32,), [num_slots], device)
-    hyper_shape = [group_hyper.numel() // _NUM_HYPER, _NUM_HYPER]
-    _check_tensor("adamw_", "group_hyper", group_hyper, (torch.float64,), hyper_shape, device)
-
-
-def _check_entries(table: list[list[int]], groups: list[int], num_elements: int, num_groups: int) -> None:
-    end = 0
-    for index, (start, numel, slot) in enumerate(table):
-        _check(
-            numel >= 0 and end <= start <= num_elements - numel and 0 <= slot < len(groups),
-            f"adamw_: segments[{index}] must be ascending, disjoint, within {num_elements} elements "
-            f"and {len(groups)} slots, got start {start}, numel {numel}, slot {slot}",
-        )
-        end = start + numel
-    for slot, group in enumerate(groups):
-        _check(
-            0 <= group < num_groups,
-            f"adamw_: slot_groups[{slot}] must be a row of the {num_groups} in group_hyper, got {group}",
-        )
-
-
-def _chunks(start: int, stop: int) -> Iterator[tuple[int, int]]:
-    for first in range(start, stop, _CHUNK_NUMEL):
-        yield first, min(first + _CHUNK_NUMEL, stop)
-
-
-def _power(base: float, exponent: float) -> float:
-    """Return ``base`` to a whole power by squaring: basic operations only, one result on every device.
-
-    A library's ``pow`` differs between devices in the last bit. The error of 1 - base**t stays below 1e-13
-    for betas up to 0.9995.
-    """
-    remaining = int(exponent) if exponent > 0 else 0
-    result = 1.0
-    while remaining:
-        if remaining & 1:
-            result *= base
-        base *= base
-        remaining >>= 1
-    return result
-
-
-def _constants(hyper: Sequence[float], step: float, dtype: torch.dtype) -> _Constants:
-    lr, beta1, beta2, eps, weight_decay, is_amsgrad, is_maximize = hyper
-    weight = 1.0 - beta1
-    is_small = weight < 0.5
-    bias_correction1 = 1.0 - _power(beta1, step)
-    bias_correction2 = torch.tensor(1.0 - _power(beta2, step), dtype=torch.float64)
-    # A tensor, because Python raises on the division by zero that a step count of zero brings; this is inf.
-    minus_step_size = -(torch.tensor(lr, dtype=torch.float64) / bias_correction1)
-    exact = [
-        1.0 - lr * weight_decay,
-        weight if is_small else 1.0 - weight,
-        beta2,
-        1.0 - beta2,
-        bias_correction2.sqrt().item(),
-        eps,
-        minus_step_size.item(),
-    ]
-    rounded = torch.tensor(exact, dtype=torch.float64).to(dtype).tolist()
-    return _Constants(is_small, is_amsgrad != 0, is_maximize != 0, *rounded)
-
-
-def _update_chunk(
-    constants: _Constants,
-    scale: Tensor | None,
-    param: Tensor,
-    low: Tensor | None,
-    grad: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    max_exp_avg_sq: Tensor | None,
-) -> None:
-    if scale is not None:
-        grad = grad * scale
-    if constants.is_maximize:
-        grad = -grad
-    master = _read_master(param, low, grad.dtype).mul_(constants.decay)
-    mean = exp_avg.to(grad.dtype)  # the tensor itself where it has that dtype already
-    difference = grad - mean
-    if constants.is_first_weight_small:
-        mean.add_(difference.mul_(constants.first_weight))
-    else:
-        mean.copy_(grad - difference.mul_(constants.first_weight))
-    square = exp_avg_sq.to(grad.dtype)
-    square.mul_(constants.beta2).add_((grad * constants.one_minus_beta2).mul_(grad))
-    exp_avg.copy_(mean)
-    exp_avg_sq.copy_(square)
-    if constants.is_amsgrad:
-        assert max_exp_avg_sq is not None
-        square = torch.maximum(max_exp_avg_sq.to(grad.dtype), square)
-        max_exp_avg_sq.copy_(square)
-    # Divisors are tensors on the device; see reduce_slices_.
-    correction = torch.full((), constants.bias_correction2_sqrt, dtype=grad.dtype, device=grad.device)
-    denom = _square_root(square).div_(correction).add_(constants.eps)
-    master.add_((mean * constants.minus_step_size).div_(denom))
-    _write_master(param, low, master)
-
-
-def _square_root(tensor: Tensor) -> Tensor:
-    """Return the correctly rounded square root, which IEEE 754 asks for.
-
-    On the CPU by NumPy, because torch.sqrt there calls MKL's vector library, which is one ulp off at times
-    (0.7 % of uniform float32 values, measured with torch 2.13).
-    """
-    if tensor.device.type != "cpu":
-        return tensor.sqrt()
-    with numpy.errstate(invalid="ignore"):
-        return torch.from_numpy(numpy.sqrt(tensor.numpy()))
-
-
-def _read_master(param: Tensor, low: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Return the master weight in the compute dtype; ``param`` itself where it is that already."""
-    if low is None:
-        return param.to(dtype)
-    if param.dtype == torch.bfloat16:
-        return join_remainder(param, low)
-    is_stale = low.to(torch.float16).view(torch.int16) != param.view(torch.int16)
-    return torch.where(is_stale, param.to(dtype), low)
-
-
-def _write_master(param: Tensor, low: Tensor | None, master: Tensor) -> None:
-    if low is not None and param.dtype == torch.bfloat16:
-        high, remainder = split_remainder(master)
-        param.copy_(high)
-        low.copy_(remainder)
-        return
-    param.copy_(master)
-    if low is not None:
-        low.copy_(master)
-
-
-def join_remainder(param: Tensor, low: Tensor) -> Tensor:
-    """Return the float32 master weight of a bfloat16 ``param`` and its int16 remainder ``low``.
-
-    A remainder that the split of no float32 value leaves behind (the weight was edited: zero, inf or NaN with
-    a stale remainder) counts as 0; joining it blindly would turn an edited zero into a NaN.
-    """
-    high = param.view(torch.int16).to(torch.int32) << 16
-    remainder = low.to(torch.int32)
-    magnitude = high & _F32_MAGNITUDE
-    is_stale = (
-        ((magnitude == 0) & (remainder < 0)) | ((magnitude == _F32_INF) & (remainder > 0)) | (magnitude > _F32_INF)
+    shard = Shard(
+        param, low, exp_avg, exp_avg_sq, max_exp_avg_sq, exp_avg_scale, exp_avg_sq_scale, is_stochastic=stochastic
     )
-    return (high + remainder.masked_fill_(is_stale, 0)).view(torch.float32)
+    tables = Tables(segments, slot_steps, slot_is_active, slot_groups, slot_numbers, group_hyper)
+    check_adamw(shard, grads, grad_offsets, tables, grad_scale, found_inf)
+    rows = read_tables(shard, tables)
+    runs = find_runs(rows, grads, grad_offsets)
+    if found_inf is not None and found_inf.item() != 0:  # nor is NaN 0
+        return
+    settings = {
+        (group, step): None
+        for group, step, active in zip(rows.groups, rows.steps, rows.is_active, strict=True)
+        if active
+    }
+    dtype = torch.float64 if param.dtype == torch.float64 else torch.float32
+    constants = make_constants(
+        [(rows.hyper[group], step) for group, step in settings],
+        grad_scale,
+        torch.empty(0, dtype=dtype, device=param.device),
+    )
+    place_of = {setting: place for place, setting in enumerate(settings)}
+    flat_grads = [grad.view(-1) for grad in grads]
+    for batch in batches(_segment_pieces(rows, runs, place_of), param.device):
+        parts = [
+            flat_grads[piece.run][piece.start - grad_offsets[piece.run] :][: piece.numel] for piece in batch.pieces
+        ]
+        grad = parts[0] if len(parts) == 1 else torch.cat(parts)
+        update_(shard, grad.to(dtype), batch, spread_constants(constants, batch))
 
 
-def split_remainder(master: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the bfloat16 weight and the int16 remainder that hold a float32 ``master`` without loss."""
-    bits = master.view(torch.int32)
-    magnitude = bits & _F32_MAGNITUDE
-    high = (bits + 0x8000) >> 16
-    remainder = bits - (high << 16)
-    # Rounding would carry a NaN into the sign bit (-0.0), and truncation could drop the last bit of a NaN.
-    special = (bits >> 16) | ((magnitude > _F32_INF).to(torch.int32) * _BF16_QUIET_BIT)
-    is_special = magnitude >= _F32_INF
-    high = torch.where(is_special, special, high)
-    return high.to(torch.int16).view(torch.bfloat16), remainder.masked_fill_(is_special, 0).to(torch.int16)
+def _segment_pieces(rows: StepRows, runs: Sequence[int], place_of: dict[tuple[int, float], int]) -> Iterator[Piece]:
+    """Cut the active segments into pieces of at most ``BATCH_NUMEL`` elements."""
+    for (start, numel, slot, param_start), run in zip(rows.segments, runs, strict=True):
+        if run < 0:
+            continue
+        step = rows.steps[slot]
+        place, key = place_of[rows.groups[slot], step], _key(rows.numbers[slot], step)
+        for first in range(0, numel, BATCH_NUMEL):
+            length = min(numel - first, BATCH_NUMEL)
+            yield Piece(start + first, length, param_start + first, run, place, key)
+
+
+def _key(number: int, step: float) -> RandomKey:
+    return make_random_key(number, int(step) if math.isfinite(step) else 0)

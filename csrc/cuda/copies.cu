@@ -1,225 +1,256 @@
-// flatten_ and reduce_slices_: memory in, memory out.
+// flatten_ and unflatten_: between any number of tensors, of any strides, and one flat buffer.
+//
+// A warp takes a tile of the flat buffer and goes through the tensors in it. See Note [Warp tiles]. Strided tensors are
+// read and written element by element; where neighbouring lanes touch one sector, the cache joins them.
+#include <type_traits>
+
 #include "common.cuh"
 #include "launch.h"
 
 namespace zero_shard {
 namespace {
 
-constexpr int64_t kTileNumel = 8192;
-// Elements per thread: 16 bytes of the 16-bit formats.
-constexpr int kVectorNumel = 8;
-// The table travels as a kernel argument (limit 4 KiB on every driver): no copy to the device to wait for, and the
-// launch can be captured in a graph.
-constexpr int64_t kEntriesPerLaunch = 120;
+constexpr int64_t kTileNumel = 2048;
+constexpr int kMinBlocks = 4;  // per multiprocessor: leaves a thread 64 registers
 
-struct EntryTable {
-  FlattenEntry entries[kEntriesPerLaunch];
+constexpr int64_t kEntriesPerLaunch = 100;
+constexpr int64_t kDimsPerLaunch = 80;
+
+struct Dim {
+  int64_t length;
+  int64_t stride;
+};
+
+// Elements begin <= i < end of the flat buffer and the tensors in them, without the dimensions that most do not have.
+struct CopyTable {
+  void* flat;
+  const float* scale;
+  int64_t begin;
+  int64_t end;
+  int64_t num_entries;
+  Run entries[kEntriesPerLaunch];
+  Dim dims[kDimsPerLaunch];
+  uint8_t first_dims[kEntriesPerLaunch];
+  uint8_t num_dims[kEntriesPerLaunch];
+  uint8_t dtypes[kEntriesPerLaunch];
+};
+static_assert(sizeof(CopyTable) <= kArgumentsNbytes, "arguments fit");
+
+// The factor, if there is one.
+struct Scale {
+  bool is_given;
+  float factor;
 };
 
 template <class Out, class In>
-__device__ __forceinline__ Out cast(In value) {
-  return convert<Out>(widen(value));
-}
-
-// One dtype: bits are kept, those of a NaN too.
-template <>
-__device__ __forceinline__ BFloat16 cast<BFloat16, BFloat16>(BFloat16 value) {
-  return value;
-}
-template <>
-__device__ __forceinline__ Float16 cast<Float16, Float16>(Float16 value) {
-  return value;
-}
-
-// Copies numel elements by the threads of one block: vectors where both sides are aligned, after a short head.
-template <class Out, class In>
-__device__ __forceinline__ void copy_range(Out* out, const In* in, int64_t numel) {
-  constexpr int64_t kAccessNumel = kAccessNbytes / sizeof(Out);
-  const int64_t past = reinterpret_cast<uintptr_t>(out) % kAccessNbytes / sizeof(Out);
-  int64_t head = past == 0 ? 0 : kAccessNumel - past;
-  head = head < numel ? head : numel;
-  const bool has_vectors = reinterpret_cast<uintptr_t>(in + head) % kAccessNbytes == 0;
-  const int64_t vectors_end = has_vectors ? head + (numel - head) / kVectorNumel * kVectorNumel : head;
-  for (int64_t i = threadIdx.x; i < head; i += kThreads) {
-    out[i] = cast<Out>(in[i]);
+__device__ __forceinline__ Out cast(In value, Scale scale) {
+  if constexpr (std::is_same<Out, In>::value) {
+    if (!scale.is_given) {
+      return value;  // keeps the bits of a NaN too
+    }
   }
-  for (int64_t i = head + threadIdx.x * kVectorNumel; i < vectors_end; i += kThreads * kVectorNumel) {
-    const Vector<In, kVectorNumel> from = load_vector<kVectorNumel>(in + i);
-    Vector<Out, kVectorNumel> to;
+  using Wide = std::conditional_t<sizeof(Out) == sizeof(double) || sizeof(In) == sizeof(double), double, float>;
+  return convert<Out>(static_cast<Wide>(widen(value)) * static_cast<Wide>(scale.factor));
+}
+
+// Copies numel elements by the lanes of a warp: vectors where both sides are aligned, after a short head.
+template <class Out, class In>
+__device__ __forceinline__ void copy_range(Out* out, const In* in, int numel, Scale scale) {
+  constexpr int kNumel = kAccessNbytes / static_cast<int>(sizeof(Out) > sizeof(In) ? sizeof(Out) : sizeof(In));
+  constexpr int kWarpNumel = kLanesPerWarp * kNumel;
+  const int past = static_cast<int>(reinterpret_cast<uintptr_t>(out) / sizeof(Out) % kNumel);
+  const int head = past == 0 ? 0 : kNumel - past < numel ? kNumel - past : numel;
+  const bool has_vectors = reinterpret_cast<uintptr_t>(in + head) % (sizeof(In) * kNumel) == 0;
+  const int vectors_end = has_vectors ? head + (numel - head) / kNumel * kNumel : head;
+#pragma unroll 1
+  for (int i = lane_number(); i < head; i += kLanesPerWarp) {
+    out[i] = cast<Out>(in[i], scale);
+  }
+  // The next vector is on its way while this one is cast.
+  int i = head + lane_number() * kNumel;
+  Vector<In, kNumel> next{};
+  if (i < vectors_end) {
+    next = load_vector<kNumel>(in + i);
+  }
+#pragma unroll 1
+  for (; i < vectors_end; i += kWarpNumel) {
+    const Vector<In, kNumel> from = next;
+    if (i + kWarpNumel < vectors_end) {
+      next = load_vector<kNumel>(in + i + kWarpNumel);
+    }
+    Vector<Out, kNumel> to;
 #pragma unroll
-    for (int k = 0; k < kVectorNumel; ++k) {
-      to.values[k] = cast<Out>(from.values[k]);
+    for (int k = 0; k < kNumel; ++k) {
+      to.values[k] = cast<Out>(from.values[k], scale);
     }
     store_vector(out + i, to);
   }
-  for (int64_t i = vectors_end + threadIdx.x; i < numel; i += kThreads) {
-    out[i] = cast<Out>(in[i]);
+#pragma unroll 1
+  for (i = vectors_end + lane_number(); i < numel; i += kLanesPerWarp) {
+    out[i] = cast<Out>(in[i], scale);
   }
 }
 
-template <class Out>
-__device__ __forceinline__ void copy_entry(Out* out, const FlattenEntry& entry, int64_t skip, int64_t numel) {
-  switch (static_cast<DType>(entry.dtype)) {
-    case DType::kFloat32:
-      return copy_range(out, static_cast<const float*>(entry.data) + skip, numel);
-    case DType::kFloat64:
-      return copy_range(out, static_cast<const double*>(entry.data) + skip, numel);
-    case DType::kBFloat16:
-      return copy_range(out, static_cast<const BFloat16*>(entry.data) + skip, numel);
-    case DType::kFloat16:
-      return copy_range(out, static_cast<const Float16*>(entry.data) + skip, numel);
+// In 32 bits where that is enough: several times faster.
+__device__ __forceinline__ int64_t divide(int64_t dividend, int64_t divisor) {
+  if (((dividend | divisor) >> 32) == 0) {
+    return static_cast<uint32_t>(dividend) / static_cast<uint32_t>(divisor);
+  }
+  return dividend / divisor;
+}
+
+// Where the element with this number in row-major order lies.
+__device__ __forceinline__ int64_t offset_of(const Dim* dims, int num_dims, int64_t number) {
+  int64_t offset = 0;
+  for (int dim = num_dims - 1; dim > 0; --dim) {
+    const int64_t rest = divide(number, dims[dim].length);
+    offset += (number - rest * dims[dim].length) * dims[dim].stride;
+    number = rest;
+  }
+  return offset + number * dims[0].stride;
+}
+
+template <bool kIsToFlat, class Flat, class Value>
+__device__ __forceinline__ void copy_strided(
+    Flat* flat, Value* data, const Dim* dims, int num_dims, int64_t skip, int numel, Scale scale) {
+#pragma unroll 1
+  for (int i = lane_number(); i < numel; i += kLanesPerWarp) {
+    Value* element = data + offset_of(dims, num_dims, skip + i);
+    if constexpr (kIsToFlat) {
+      flat[i] = cast<Flat>(*element, scale);
+    } else {
+      *element = cast<Value>(flat[i], scale);
+    }
   }
 }
 
-template <class Out>
-__device__ __forceinline__ void zero_range(Out* out, int64_t numel) {
-  for (int64_t i = threadIdx.x; i < numel; i += kThreads) {
-    out[i] = Out{};
+// Between numel elements of the flat buffer and those of entry e from number `skip` on.
+template <bool kIsToFlat, class Value, class Flat>
+__device__ __forceinline__ void copy_entry(
+    Flat* flat, const CopyTable& table, int64_t e, int64_t skip, int numel, Scale scale) {
+  Value* data = static_cast<Value*>(const_cast<void*>(table.entries[e].data));
+  if (table.num_dims[e] != 0) {
+    copy_strided<kIsToFlat>(flat, data, table.dims + table.first_dims[e], table.num_dims[e], skip, numel, scale);
+  } else if constexpr (kIsToFlat) {
+    copy_range<Flat, Value>(flat, data + skip, numel, scale);
+  } else {
+    copy_range<Value, Flat>(data + skip, flat, numel, scale);
   }
 }
 
-// Fills out[begin:end], which holds the given entries and the gaps around them.
-template <class Out>
-__global__ void __launch_bounds__(kThreads, kMinBlocks) flatten_kernel(
-    Out* const out, const int64_t begin, const int64_t end, const __grid_constant__ EntryTable table,
-    const int64_t num_entries) {
-  for (int64_t tile = blockIdx.x; begin + tile * kTileNumel < end; tile += gridDim.x) {
-    const int64_t tile_begin = begin + tile * kTileNumel;
-    const int64_t tile_end = tile_begin + kTileNumel < end ? tile_begin + kTileNumel : end;
-    int64_t done = tile_begin;
-    for (int64_t e = first_range_after(table.entries, num_entries, tile_begin); e < num_entries; ++e) {
-      const FlattenEntry& entry = table.entries[e];
-      if (entry.start >= tile_end) {
+template <class Flat>
+__device__ __forceinline__ void zero_range(Flat* flat, int numel) {
+#pragma unroll 1
+  for (int i = lane_number(); i < numel; i += kLanesPerWarp) {
+    flat[i] = Flat{};
+  }
+}
+
+template <bool kIsToFlat, class Flat>
+__global__ void __launch_bounds__(kThreads, kMinBlocks) copy_kernel(const __grid_constant__ CopyTable table) {
+  Flat* flat = static_cast<Flat*>(table.flat);
+  const Scale scale{table.scale != nullptr, table.scale != nullptr ? *table.scale : 1.0f};
+  for (int64_t tile = table.begin / kTileNumel + warp_number(); tile * kTileNumel < table.end; tile += num_warps()) {
+    const int64_t begin = larger(tile * kTileNumel, table.begin);
+    const int64_t end = smaller((tile + 1) * kTileNumel, table.end);
+    int64_t done = begin;
+    for (int64_t e = first_range_after(table.entries, table.num_entries, begin); e < table.num_entries; ++e) {
+      const Run& entry = table.entries[e];
+      if (entry.start >= end) {
         break;
       }
-      const int64_t entry_end = entry.start + entry.numel;
-      const int64_t first = entry.start > tile_begin ? entry.start : tile_begin;
-      const int64_t last = entry_end < tile_end ? entry_end : tile_end;
-      zero_range(out + done, first - done);
-      copy_entry(out + first, entry, first - entry.start, last - first);
+      const int64_t first = larger(entry.start, begin);
+      const int64_t last = smaller(entry.start + entry.numel, end);
+      if constexpr (kIsToFlat) {
+        zero_range(flat + done, static_cast<int>(first - done));
+      }
+      const int numel = static_cast<int>(last - first);
       done = last;
+      switch (static_cast<DType>(table.dtypes[e])) {
+        case DType::kFloat32:
+          copy_entry<kIsToFlat, float>(flat + first, table, e, first - entry.start, numel, scale);
+          break;
+        case DType::kFloat64:
+          copy_entry<kIsToFlat, double>(flat + first, table, e, first - entry.start, numel, scale);
+          break;
+        case DType::kBFloat16:
+          copy_entry<kIsToFlat, BFloat16>(flat + first, table, e, first - entry.start, numel, scale);
+          break;
+        case DType::kFloat16:
+          copy_entry<kIsToFlat, Float16>(flat + first, table, e, first - entry.start, numel, scale);
+          break;
+        case DType::kInt8:
+          break;
+      }
     }
-    zero_range(out + done, tile_end - done);
+    if constexpr (kIsToFlat) {
+      zero_range(flat + done, static_cast<int>(end - done));
+    }
   }
 }
 
-template <class Out>
-const char* flatten(const FlattenArgs& args, void* stream) {
-  int64_t begin = 0;
+// Fills the table with entries from number `first` on; returns the number of the first that does not fit.
+int64_t fill_table(const FlattenArgs& args, int64_t first, CopyTable& table) {
+  int64_t num_dims = 0;
+  int64_t e = first;
+  for (; e < args.num_entries && e - first < kEntriesPerLaunch; ++e) {
+    const FlattenEntry& entry = args.entries[e];
+    if (num_dims + entry.num_dims > kDimsPerLaunch) {
+      break;
+    }
+    table.entries[e - first] = Run{entry.data, entry.start, entry.numel};
+    table.first_dims[e - first] = static_cast<uint8_t>(num_dims);
+    table.num_dims[e - first] = static_cast<uint8_t>(entry.num_dims);
+    table.dtypes[e - first] = static_cast<uint8_t>(entry.dtype);
+    for (int64_t dim = 0; dim < entry.num_dims; ++dim) {
+      table.dims[num_dims + dim] = Dim{entry.lengths[dim], entry.strides[dim]};
+    }
+    num_dims += entry.num_dims;
+  }
+  table.num_entries = e - first;
+  return e;
+}
+
+template <bool kIsToFlat, class Flat>
+const char* launch(const FlattenArgs& args, void* stream) {
+  CopyTable table{};
+  table.flat = args.flat;
+  table.scale = args.scale;
   int64_t first = 0;
   do {
-    const int64_t left = args.num_entries - first;
-    const int64_t count = left < kEntriesPerLaunch ? left : kEntriesPerLaunch;
-    EntryTable table{};
-    for (int64_t e = 0; e < count; ++e) {
-      table.entries[e] = args.entries[first + e];
-    }
-    first += count;
-    const int64_t end = first < args.num_entries ? args.entries[first].start : args.numel;
-    const char* error = launch_tiles(
-        flatten_kernel<Out>, tiles_of(end - begin, kTileNumel), stream, static_cast<Out*>(args.out), begin, end, table,
-        count);
+    first = fill_table(args, first, table);
+    table.begin = table.end;
+    table.end = first < args.num_entries ? args.entries[first].start : args.numel;
+    const int64_t num_tiles = tiles_of(table.end, kTileNumel) - table.begin / kTileNumel;
+    const char* error = launch_warps(copy_kernel<kIsToFlat, Flat>, num_tiles, stream, table);
     if (error != nullptr) {
       return error;
     }
-    begin = end;
   } while (first < args.num_entries);
   return nullptr;
 }
 
-template <class T, class Slice>
-__device__ __forceinline__ void reduce_one(const ReduceArgs& args, T divisor, int64_t i) {
-  const Slice* slices = static_cast<const Slice*>(args.slices);
-  T* out = static_cast<T*>(args.out);
-  T sum = widen(slices[i]);
-  for (int64_t rank = 1; rank < args.world_size; ++rank) {
-    sum = sum + widen(slices[rank * args.numel + i]);
+template <bool kIsToFlat>
+const char* launch_copies(const FlattenArgs& args, void* stream) {
+  switch (args.flat_dtype) {
+    case DType::kFloat32:
+      return launch<kIsToFlat, float>(args, stream);
+    case DType::kFloat64:
+      return launch<kIsToFlat, double>(args, stream);
+    case DType::kBFloat16:
+      return launch<kIsToFlat, BFloat16>(args, stream);
+    case DType::kFloat16:
+      return launch<kIsToFlat, Float16>(args, stream);
+    case DType::kInt8:
+      break;
   }
-  const T mean = sum / divisor;
-  out[i] = args.is_accumulate ? out[i] + mean : mean;
-}
-
-template <class T, class Slice>
-__device__ __forceinline__ void reduce_vector(const ReduceArgs& args, T divisor, int64_t i) {
-  constexpr int kNumel = kAccessNbytes / sizeof(Slice);
-  const Slice* slices = static_cast<const Slice*>(args.slices) + i;
-  T* out = static_cast<T*>(args.out) + i;
-  Vector<T, kNumel> sum;
-  const Vector<Slice, kNumel> first = load_vector<kNumel>(slices);
-#pragma unroll
-  for (int k = 0; k < kNumel; ++k) {
-    sum.values[k] = widen(first.values[k]);
-  }
-  for (int64_t rank = 1; rank < args.world_size; ++rank) {
-    const Vector<Slice, kNumel> slice = load_vector<kNumel>(slices + rank * args.numel);
-#pragma unroll
-    for (int k = 0; k < kNumel; ++k) {
-      sum.values[k] = sum.values[k] + widen(slice.values[k]);
-    }
-  }
-  Vector<T, kNumel> old{};
-  if (args.is_accumulate) {
-    old = load_vector<kNumel>(out);
-  }
-#pragma unroll
-  for (int k = 0; k < kNumel; ++k) {
-    const T mean = sum.values[k] / divisor;
-    sum.values[k] = args.is_accumulate ? old.values[k] + mean : mean;
-  }
-  store_vector(out, sum);
-}
-
-template <class T, class Slice>
-__global__ void __launch_bounds__(kThreads, kMinBlocks) reduce_kernel(const ReduceArgs args, const bool has_vectors) {
-  constexpr int64_t kNumel = kAccessNbytes / sizeof(Slice);
-  const T divisor = static_cast<T>(args.divisor);
-  const int64_t thread = int64_t{blockIdx.x} * kThreads + threadIdx.x;
-  const int64_t num_threads = int64_t{gridDim.x} * kThreads;
-  const int64_t vectors_end = has_vectors ? args.numel / kNumel * kNumel : 0;
-  for (int64_t i = thread * kNumel; i < vectors_end; i += num_threads * kNumel) {
-    reduce_vector<T, Slice>(args, divisor, i);
-  }
-  for (int64_t i = vectors_end + thread; i < args.numel; i += num_threads) {
-    reduce_one<T, Slice>(args, divisor, i);
-  }
-}
-
-template <class T, class Slice>
-const char* reduce(const ReduceArgs& args, void* stream) {
-  const bool is_slice_aligned = args.world_size == 1 || args.numel * sizeof(Slice) % kAccessNbytes == 0;
-  const bool has_vectors = is_aligned(args.out) && is_aligned(args.slices) && is_slice_aligned;
-  constexpr int64_t kTile = kThreads * kAccessNbytes / static_cast<int64_t>(sizeof(Slice));
-  return launch_tiles(reduce_kernel<T, Slice>, tiles_of(args.numel, kTile), stream, args, has_vectors);
+  return "no kernel for this dtype of flat";
 }
 
 }  // namespace
 
-const char* launch_flatten(const FlattenArgs& args, void* stream) {
-  switch (args.out_dtype) {
-    case DType::kFloat32:
-      return flatten<float>(args, stream);
-    case DType::kFloat64:
-      return flatten<double>(args, stream);
-    case DType::kBFloat16:
-      return flatten<BFloat16>(args, stream);
-    case DType::kFloat16:
-      return flatten<Float16>(args, stream);
-  }
-  return "unknown dtype";
-}
+const char* launch_flatten(const FlattenArgs& args, void* stream) { return launch_copies<true>(args, stream); }
 
-const char* launch_reduce_slices(const ReduceArgs& args, void* stream) {
-  switch (args.slice_dtype) {
-    case DType::kFloat32:
-      return reduce<float, float>(args, stream);
-    case DType::kFloat64:
-      return reduce<double, double>(args, stream);
-    case DType::kBFloat16:
-      return reduce<float, BFloat16>(args, stream);
-    case DType::kFloat16:
-      return reduce<float, Float16>(args, stream);
-  }
-  return "unknown dtype";
-}
+const char* launch_unflatten(const FlattenArgs& args, void* stream) { return launch_copies<false>(args, stream); }
 
 }  // namespace zero_shard
