@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
@@ -13,19 +14,29 @@ from torch import Tensor, nn
 
 from zero_shard import ops
 from zero_shard.agreement import build_on_all_ranks, describe_group, describe_param
-from zero_shard.buffers import STATE_NAMES, Bucket
+from zero_shard.buffers import Bucket
 from zero_shard.collectives import Communicator, ProcessGroup
 from zero_shard.config import ZeroConfig, load_config
-from zero_shard.construction import Builder
+from zero_shard.construction import Builder, check_amsgrad
 from zero_shard.gathering import register_layer
-from zero_shard.norms import global_norm
 from zero_shard.plan import Usage, floor_sent_nbytes, promised_nbytes
 from zero_shard.sharded_grad import ShardedGrad
 from zero_shard.stages import build_stage
 from zero_shard.stages.reduction import Reducer
 from zero_shard.stages.slots import GradSlot
-from zero_shard.state import LAYOUT_KEY, check_state_dict, clear_state, copy_state, full_state, layout_entry, low_parts
+from zero_shard.state import (
+    LAYOUT_KEY,
+    check_state_dict,
+    clear_state,
+    copy_state,
+    full_state,
+    groups_to_load,
+    layout_entry,
+    low_parts,
+)
 from zero_shard.tables import SlotTables
+
+_HOST = "cpu"  # what the host can read without waiting
 
 
 class AdamW(torch.optim.AdamW):
@@ -105,6 +116,7 @@ class AdamW(torch.optim.AdamW):
         self._kernels = ops.select(self.config.kernels)
         self._stage = build_stage(self.config, communicator)
         self._reducer = Reducer(communicator, self._kernels, self.config.reduce_dtype, self._stage.reduces_in_backward)
+        self._reducer.exchanges.takes_squares = self.config.max_grad_norm is not None or self.config.skip_nonfinite
         self._builder = Builder(self.config, communicator, self._stage, self._reducer, module)
         self._builder.check(self.param_groups)
         facts = {"config.check": repr(self.config.check)}
@@ -122,6 +134,8 @@ class AdamW(torch.optim.AdamW):
         self._tables = SlotTables()
         self._is_exposed = torch.zeros(0, dtype=torch.uint8)  # [P]: `self.state` shows the slot's state
         self._clip_coefficient: Tensor | None = None
+        self._found_inf: Tensor | None = None  # of the present step, where the host does not wait for it
+        self._unreported_norm: Tensor | None = None
         self._sent_before_step = self._sent_in_step = 0
         self._builder.build(self.param_groups)
         self._after_new_buckets()
@@ -135,6 +149,8 @@ class AdamW(torch.optim.AdamW):
 
     def _after_new_buckets(self) -> None:
         """Make room for new slots."""
+        if self._is_built:
+            self._forget_cleared_state()
         slots = self._reducer.slots
         self._tables.extend(len(slots), slots[0].bucket.device if slots else torch.device("cpu"))
         self._is_exposed = torch.zeros(len(slots), dtype=torch.uint8)
@@ -233,6 +249,7 @@ class AdamW(torch.optim.AdamW):
         for bucket in self._reducer.buckets:
             if bucket.grad is not None:
                 bucket.grad.mul_(coefficient.to(bucket.grad))
+                bucket.has_sums = False
 
     def _scale_gradients(self, coefficient: Tensor) -> None:
         for group in self.param_groups:
@@ -243,7 +260,8 @@ class AdamW(torch.optim.AdamW):
 
     def _global_norm(self, order: float) -> Tensor:
         is_owned = self._tables.owned_flags(self._reducer.slots, self.param_groups)
-        return global_norm(self._reducer.gradient_parts(is_owned), order, self._communicator)
+        self._reducer.exchanges.takes_squares |= order == 2
+        return self._reducer.norms.global_norm(order, is_owned)
 
     # ---- the step ------------------------------------------------------------------------------------------
 
@@ -258,14 +276,17 @@ class AdamW(torch.optim.AdamW):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._report_skipped()
         self._adopt_unfrozen()
+        check_amsgrad(self.param_groups, self.config.state_dtype)
         self._reducer.take_back_replaced()
         self._reducer.collect()
         self._stage.before_step()
         self._forget_cleared_state()
-        if self._is_step_allowed():
-            self._update()
-        self._clip_coefficient = None
+        with self._reducer.plain_gradients.steady():
+            if self._is_step_allowed():
+                self._update()
+        self._clip_coefficient = self._found_inf = None
         self._reducer.after_step()
         self._sent_in_step = self._communicator.sent_nbytes - self._sent_before_step
         self._sent_before_step = self._communicator.sent_nbytes
@@ -295,17 +316,29 @@ class AdamW(torch.optim.AdamW):
             norm = self._global_norm(2.0)
         else:
             return True
-        if self.config.skip_nonfinite and not bool(torch.isfinite(norm)):
-            _warn_skipped(norm)
-            return False
+        if not self.config.skip_nonfinite:
+            return True
+        self._unreported_norm = norm
+        if norm.device.type == _HOST:
+            return self._report_skipped()
+        self._found_inf = (~torch.isfinite(norm)).to(torch.float32)  # the kernels look; the host need not wait
         return True
+
+    def _report_skipped(self) -> bool:
+        """Warn if the last norm made the step be skipped; return whether all was well. May wait for a GPU."""
+        norm, self._unreported_norm = self._unreported_norm, None
+        if norm is None or bool(torch.isfinite(norm)):
+            return True
+        text = f"zero_shard skipped a step on all ranks: the gradient norm is {norm.item()}"
+        warnings.warn(text, stacklevel=_depth_of_caller())
+        return False
 
     def _update(self) -> None:
         flags = self._reducer.active_flags()
         if self.config.check == "every_step":
             self._compare_flags(flags)
         reducer = self._reducer
-        updated = self._tables.begin_step(flags, reducer.slots, self.param_groups)
+        updated = self._tables.begin_step(flags, reducer.slots, self.param_groups, self._found_inf)
         is_updated = updated.numpy()
         for bucket in reducer.buckets:
             if is_updated[bucket.slots.start : bucket.slots.stop].any():
@@ -318,21 +351,25 @@ class AdamW(torch.optim.AdamW):
         self._expose_state(updated)
 
     def _update_bucket(self, bucket: Bucket) -> None:
-        bucket.allocate_state(self.config.state_dtype, self.config.master != "none")
+        bucket.allocate_state()
         if bucket.max_exp_avg_sq is None and any(group["amsgrad"] for group in self.param_groups):
             bucket.allocate_max_exp_avg_sq()
             self._is_exposed.zero_()
-        scale, tables = self._clip_coefficient, self._tables
+        scale, found_inf = self._clip_coefficient, self._found_inf
         self._kernels.adamw_(
             bucket.shard,
             bucket.low,
-            self._reducer.gradient_of(bucket),
+            *self._reducer.gradient_of(bucket),
             bucket.exp_avg,
             bucket.exp_avg_sq,
             bucket.max_exp_avg_sq,
+            bucket.exp_avg_scale,
+            bucket.exp_avg_sq_scale,
             bucket.segment_table,
-            *(table.to(bucket.device) for table in (tables.steps, tables.is_active, tables.groups, tables.hyper)),
+            *self._tables.on(bucket.device),
             None if scale is None else scale.to(device=bucket.device, dtype=bucket.math_dtype),
+            None if found_inf is None else found_inf.to(bucket.device),
+            bucket.storage.is_stochastic,
         )
 
     def _compare_flags(self, flags: Tensor) -> None:
@@ -355,19 +392,14 @@ class AdamW(torch.optim.AdamW):
 
     def _state_entry(self, index: int) -> dict[str, Tensor]:
         slot = self._reducer.slots[index]
-        entry = {"step": self._tables.steps[index]}
-        for name in STATE_NAMES:
-            flat = getattr(slot.bucket, name)
-            if flat is not None:
-                entry[name] = slot.bucket.local_view(flat, slot.position)
-        return entry
+        return {"step": self._tables.steps[index], **slot.bucket.state_entry(slot.position)}
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's part of the state; never communicates.
 
-        As in torch, with each moment cut to the part that this rank owns, the low halves of 16-bit masters (``low``),
-        and a ``zero_shard`` entry that says which part it is. Loads into an optimizer of the same stage, world size and
-        config; `full_state_dict` and `zero_shard.save` load anywhere.
+        As in torch, with each moment cut to the part that this rank owns (8-bit ones as codes with their scales), the
+        low halves of 16-bit masters (``low``), and a ``zero_shard`` entry that says which part it is. Loads into an
+        optimizer of the same stage, world size and config; `full_state_dict` and `zero_shard.save` load anywhere.
         """
         state_dict = super().state_dict()
         for number, low in low_parts(self._reducer.slots, self.param_groups).items():
@@ -382,14 +414,16 @@ class AdamW(torch.optim.AdamW):
 
         Raises:
             ValueError: Groups or shapes differ, or the layout is another one. Nothing has been changed then.
+            NotImplementedError: A group has amsgrad, which 8-bit moments do not know; the same.
         """
+        self._reducer.take_back_replaced()
         loaded = check_state_dict(state_dict, self._reducer.slots, self.param_groups)
+        check_amsgrad(state_dict["param_groups"], self.config.state_dtype)
+        groups = groups_to_load(state_dict["param_groups"], self.param_groups)
         with torch.inference_mode(False):
             self._is_exposed.zero_()
-            super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
-            copy_state(
-                loaded, self._reducer.slots, self.config.state_dtype, self.config.master != "none", self._tables.steps
-            )
+            super().load_state_dict({"state": {}, "param_groups": groups})
+            copy_state(loaded, self._reducer.slots, self._tables.steps)
             self._expose_state(self._tables.steps.cpu() > 0)
 
     @torch.no_grad()
@@ -399,7 +433,9 @@ class AdamW(torch.optim.AdamW):
         All ranks must call; communicates, one bucket at a time.
         """
         reducer = self._reducer
-        state = full_state(reducer.slots, reducer.buckets, self.param_groups, self._tables.steps, self._communicator)
+        state = full_state(
+            reducer.slots, reducer.buckets, self.param_groups, self._tables.steps, self._kernels, self._communicator
+        )
         if self._communicator.rank != 0:
             return {}
         return {"state": state, "param_groups": super().state_dict()["param_groups"]}
@@ -425,6 +461,14 @@ def _calling(method: weakref.WeakMethod[Callable[[], None]]) -> Callable[[], Non
     return call
 
 
+def _depth_of_caller() -> int:
+    """Return how many frames up from the calling function the first one outside of this package and torch is."""
+    depth, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in ("zero_shard", "torch"):
+        depth, frame = depth + 1, frame.f_back
+    return depth
+
+
 def _leave(lists: Sequence[list[Any]], slots: Sequence[GradSlot]) -> None:
     """Make the parameters of a deleted optimizer ordinary ones again."""
     for handles in lists:
@@ -433,7 +477,3 @@ def _leave(lists: Sequence[list[Any]], slots: Sequence[GradSlot]) -> None:
     for slot in slots:
         if isinstance(slot.param.grad, ShardedGrad):
             slot.param.grad = None
-
-
-def _warn_skipped(norm: Tensor) -> None:
-    warnings.warn(f"zero_shard skipped a step on all ranks: the gradient norm is {norm.item()}", stacklevel=4)

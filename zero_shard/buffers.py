@@ -4,18 +4,54 @@ full  [N]   all parameters of the bucket (stage 3: memory comes and goes, the st
 shard [n]   own range of the parameters: a view of ``full``, or at stage 3 a tensor of its own
 grad  [n]   own range of the mean gradient, fp32 (fp64 for fp64), between backward and zero_grad
 exp_avg, exp_avg_sq, max_exp_avg_sq, low [n]   optimizer state, allocated at the first step
+exp_avg_scale, exp_avg_sq_scale [n / 256]      beside 8-bit moments
+sums  [S, 2]  of the squares of ``grad`` by segment, of the part of the shard that this replica speaks for
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from zero_shard.layout import BucketLayout, Segment, dense_strides, lay_out
+from zero_shard.block_codec import decode_blocks, encode_blocks
+from zero_shard.layout import (
+    ALIGNMENT_NUMEL,
+    BLOCK_NUMEL,
+    BucketLayout,
+    Segment,
+    dense_strides,
+    lay_out,
+)
 
 STATE_NAMES = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+SCALE_NAMES = ("exp_avg_scale", "exp_avg_sq_scale")
+
+
+class Place(NamedTuple):
+    """Which part of a bucket this rank keeps, and which part of that it speaks for among replicas."""
+
+    num_shards: int
+    shard_rank: int
+    num_replicas: int
+    replica_rank: int
+
+
+class Storage(NamedTuple):
+    """How the optimizer state of a bucket is stored.
+
+    Attributes:
+        moment_dtype: float32, bfloat16, float64, or int8: codes with a scale for each block of 256 elements.
+        low_dtype: Of what the fp32 master has beyond the 16-bit weight; None: no master.
+        is_stochastic: The weight is rounded stochastically.
+    """
+
+    moment_dtype: torch.dtype
+    low_dtype: torch.dtype | None = None
+    is_stochastic: bool = False
 
 
 class Bucket:
@@ -26,7 +62,8 @@ class Bucket:
         names: Their names, for messages and checkpoints.
         first_slot: Number of the first parameter among all slots of the optimizer.
         layout: Where each parameter lies.
-        shard_rank: Which shard this rank owns.
+        place: Which part of it is this rank's.
+        storage: How the optimizer state is stored.
     """
 
     def __init__(
@@ -35,17 +72,19 @@ class Bucket:
         names: Sequence[str],
         first_slot: int,
         layout: BucketLayout,
-        shard_rank: int,
+        place: Place,
+        storage: Storage,
     ) -> None:
         self.params, self.names = list(params), list(names)
-        self.first_slot, self.layout, self.shard_rank = first_slot, layout, shard_rank
+        self.first_slot, self.layout, self.storage = first_slot, layout, storage
         self.index = -1  # position among the optimizer's buckets
         self.dtype, self.device = params[0].dtype, params[0].device
         self.math_dtype = torch.float64 if self.dtype == torch.float64 else torch.float32
         self.full = torch.empty(layout.numel, dtype=self.dtype, device=self.device)
         self.views: list[Tensor] = []
         self._move_in()
-        start, stop = layout.shard_range(shard_rank)
+        self.memory_orders = [_memory_order(view) for view in self.views]
+        start, stop = layout.shard_range(place.shard_rank)
         self.own_range = slice(start, stop)
         self.shard = self.full[start:stop]
         self.owns_shard = False
@@ -56,12 +95,31 @@ class Bucket:
         self.exp_avg: Tensor | None = None
         self.exp_avg_sq: Tensor | None = None
         self.max_exp_avg_sq: Tensor | None = None
-        self.segments: list[Segment] = layout.segments(shard_rank)
+        self.exp_avg_scale: Tensor | None = None
+        self.exp_avg_sq_scale: Tensor | None = None
+        self.segments: list[Segment] = layout.segments(place.shard_rank)
         self.segment_of = {segment.slot: segment for segment in self.segments}
-        self.segment_table = torch.tensor(
-            [[s.shard_start, s.numel, first_slot + s.slot] for s in self.segments], dtype=torch.int64
-        ).view(-1, 3)
-        self.segment_table = self.segment_table.to(self.device)
+        self.segment_table = self._table(self.segments)
+        numel = layout.shard_numel // place.num_replicas
+        self.part_range = slice(place.replica_rank * numel, (place.replica_rank + 1) * numel)  # of the shard
+        self.part_segments = layout.segments_between(start + self.part_range.start, start + self.part_range.stop)
+        self.part_table = self._table(self.part_segments)
+        self.sums = torch.zeros(len(self.part_segments), 2, dtype=torch.float64, device=self.device)
+        self.has_sums = False  # those of ``grad`` as it was left
+        self._sums_version = -1.0
+
+    def _table(self, segments: Sequence[Segment]) -> Tensor:
+        """Return segments as the kernels read them: [S, 4] start, numel, slot, start in the parameter."""
+        rows = [[s.shard_start, s.numel, self.first_slot + s.slot, s.param_start] for s in segments]
+        return torch.tensor(rows, dtype=torch.int64).view(-1, 4).to(self.device)
+
+    def note_sums(self) -> None:
+        """Note that ``sums`` are those of ``grad`` as it is now."""
+        self.has_sums, self._sums_version = True, version_of(self.grad)
+
+    def are_sums_current(self) -> bool:
+        """Whether ``sums`` are those of ``grad``, as far as torch counts changes in place."""
+        return self.has_sums and self._sums_version == version_of(self.grad)
 
     @property
     def slots(self) -> range:
@@ -148,17 +206,40 @@ class Bucket:
             return flat[:0]
         return flat[segment.shard_start : segment.shard_start + segment.numel]
 
-    def allocate_state(self, state_dtype: torch.dtype, has_master: bool) -> None:
+    def in_memory_order(self, position: int, grad: Tensor) -> Tensor:
+        """Return a gradient (an alias) whose row-major order is the order of the slot's memory.
+
+        Raises:
+            RuntimeError: It has another shape than its parameter.
+        """
+        view = self.views[position]
+        if grad.shape != view.shape:
+            raise RuntimeError(
+                f"the gradient of {self.names[position]} has shape {tuple(grad.shape)}, expected {tuple(view.shape)}"
+            )
+        order = self.memory_orders[position]
+        return grad if order is None else grad.permute(order)
+
+    # ---- optimizer state -----------------------------------------------------------------------------------
+
+    @property
+    def has_codes(self) -> bool:
+        """Whether the moments have 8 bits."""
+        return self.storage.moment_dtype == torch.int8
+
+    def allocate_state(self) -> None:
         """Allocate zeroed moments, and the rest of the master for 16-bit weights, once."""
         if self.exp_avg is not None:
             return
-        dtype = self.math_dtype if state_dtype == torch.float32 or self.dtype == torch.float64 else state_dtype
-        numel = self.layout.shard_numel
+        numel, dtype = self.layout.shard_numel, self.storage.moment_dtype
         self.exp_avg = torch.zeros(numel, dtype=dtype, device=self.device)
-        self.exp_avg_sq = torch.zeros(numel, dtype=dtype, device=self.device)
-        if has_master and self.dtype == torch.bfloat16:
+        self.exp_avg_sq = torch.zeros(numel, dtype=torch.uint8 if self.has_codes else dtype, device=self.device)
+        if self.has_codes:
+            self.exp_avg_scale = torch.zeros(-(-numel // BLOCK_NUMEL), dtype=torch.float32, device=self.device)
+            self.exp_avg_sq_scale = torch.zeros_like(self.exp_avg_scale)
+        if self.storage.low_dtype == torch.int16:
             self.low = torch.zeros(numel, dtype=torch.int16, device=self.device)
-        elif has_master and self.dtype == torch.float16:
+        elif self.storage.low_dtype is not None:
             self.low = self.shard.float()
 
     def allocate_max_exp_avg_sq(self) -> None:
@@ -166,23 +247,90 @@ class Bucket:
         if self.max_exp_avg_sq is None and self.exp_avg_sq is not None:
             self.max_exp_avg_sq = torch.zeros_like(self.exp_avg_sq)
 
+    def state_part(self, name: str, position: int) -> Tensor | None:
+        """Return one parameter's part of a tensor of state as it is stored, 1-d (an alias); None if there is none."""
+        flat: Tensor | None = getattr(self, name)
+        if flat is None:
+            return None
+        return flat[self._blocks(position)] if name in SCALE_NAMES else self.local_part(flat, position)
+
+    def state_entry(self, position: int) -> dict[str, Tensor]:
+        """Return what of one parameter's moments this rank keeps, as it is stored (aliases)."""
+        entry = {}
+        for name in STATE_NAMES:
+            flat = getattr(self, name)
+            if flat is not None:
+                entry[name] = self.local_view(flat, position)
+        for name in SCALE_NAMES if self.has_codes else ():
+            entry[name] = getattr(self, name)[self._blocks(position)]
+        return entry
+
+    def read_state(self, name: str) -> Tensor | None:
+        """Return the state of this name [n] as numbers: an alias, or decoded."""
+        flat: Tensor | None = getattr(self, name)
+        if flat is None or not self.is_coded(name):
+            return flat
+        return decode_blocks(flat, getattr(self, f"{name}_scale"))
+
+    def read_part(self, name: str, position: int) -> Tensor:
+        """Return one parameter's part of the state of this name as numbers, 1-d: an alias, or decoded."""
+        part = self.local_part(getattr(self, name), position)
+        return (
+            decode_blocks(part, getattr(self, f"{name}_scale")[self._blocks(position)]) if self.is_coded(name) else part
+        )
+
+    def is_coded(self, name: str) -> bool:
+        """Whether the state of this name is stored as codes."""
+        return self.has_codes and f"{name}_scale" in SCALE_NAMES
+
+    def write_state(self, name: str, position: int, values: Tensor) -> None:
+        """Replace one parameter's part of the state of this name; 8-bit moments take the nearest code.
+
+        Args:
+            values: 1-d, in the order of memory.
+        """
+        target = self.local_part(getattr(self, name), position)
+        if not self.is_coded(name):
+            target.copy_(values)
+            return
+        codes, scales = encode_blocks(values.to(device=self.device, dtype=torch.float32), target.dtype == torch.int8)
+        target.copy_(codes)
+        getattr(self, f"{name}_scale")[self._blocks(position)] = scales
+
+    def _blocks(self, position: int) -> slice:
+        segment = self.segment_of.get(position)
+        if segment is None:
+            return slice(0, 0)
+        stop = segment.shard_start + segment.numel
+        return slice(segment.shard_start // BLOCK_NUMEL, -(-stop // BLOCK_NUMEL))
+
     def held_nbytes(self) -> int:
         """Bytes of model state that this rank holds in the bucket right now."""
         held = self.full.untyped_storage().nbytes() + (self.shard.nbytes if self.owns_shard else 0)
-        for tensor in (self.grad, self.low, self.exp_avg, self.exp_avg_sq, self.max_exp_avg_sq):
+        for tensor in (self.grad, self.low, *(getattr(self, name) for name in (*STATE_NAMES, *SCALE_NAMES))):
             held += 0 if tensor is None else tensor.nbytes
         return held
 
 
+def version_of(tensor: Tensor | None) -> float:
+    """Return a number that grows with every change in place; NaN, which equals nothing, where torch counts none."""
+    if tensor is None:
+        return -1.0
+    return math.nan if tensor.is_inference() else float(tensor._version)
+
+
+def _memory_order(view: Tensor) -> list[int] | None:
+    """Return the dimensions in the order in which they lie in memory, None for row-major."""
+    if view.is_contiguous():
+        return None
+    strides = view.stride()
+    return sorted(range(view.dim()), key=lambda dim: (-strides[dim], view.shape[dim] == 1, dim))
+
+
 def make_bucket(
-    params: Sequence[nn.Parameter],
-    names: Sequence[str],
-    first_slot: int,
-    num_shards: int,
-    replicas: int,
-    shard_rank: int,
+    params: Sequence[nn.Parameter], names: Sequence[str], first_slot: int, place: Place, storage: Storage
 ) -> Bucket:
     """Lay parameters of one dtype and device out and move them into a new bucket."""
-    numels = [param.numel() for param in params]
-    layout = lay_out(numels, num_shards, params[0].element_size(), replicas)
-    return Bucket(params, names, first_slot, layout, shard_rank)
+    alignment = BLOCK_NUMEL if storage.moment_dtype == torch.int8 else ALIGNMENT_NUMEL
+    layout = lay_out([param.numel() for param in params], place.num_shards, place.num_replicas, alignment)
+    return Bucket(params, names, first_slot, layout, place, storage)

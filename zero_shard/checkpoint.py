@@ -11,8 +11,9 @@ import math
 import os
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,6 +34,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from zero_shard.adamw import AdamW
 from zero_shard.buffers import STATE_NAMES, Bucket
+from zero_shard.construction import check_amsgrad
 from zero_shard.stages.slots import GradSlot
 
 _FACTS = "zero_shard.pt"
@@ -79,27 +81,28 @@ class ShardedEntry:
     """This rank's part of one tensor, as DCP wants it: boxes of the true shape, without communication.
 
     Args:
-        flat: Shard-sized tensor [n] that holds the part.
+        part: Gives the part, 1-d in memory order: an alias, or (to be written) decoded when it is asked for.
+        dtype: Of the part.
         bucket: The bucket it belongs to.
         position: The parameter's place in the bucket.
     """
 
-    def __init__(self, flat: Tensor, bucket: Bucket, position: int) -> None:
+    def __init__(self, part: Callable[[], Tensor], dtype: torch.dtype, bucket: Bucket, position: int) -> None:
         view, segment = bucket.views[position], bucket.segment_of.get(position)
-        self._shape, self._dtype = view.shape, flat.dtype
-        self._boxes: list[tuple[ChunkStorageMetadata, Tensor]] = []
+        self._shape, self._dtype, self._part = view.shape, dtype, part
+        self._boxes: list[tuple[ChunkStorageMetadata, Rectangle]] = []
+        self._place: list[int] = []
         if segment is None:
             return
         strides = view.stride()
         # In memory the dimensions lie in the order of their strides, which need not be that of the shape.
         order = sorted(range(view.dim()), key=lambda dim: (-strides[dim], view.shape[dim] == 1, dim))
-        place = sorted(range(view.dim()), key=order.__getitem__)
+        place = self._place = sorted(range(view.dim()), key=order.__getitem__)
         lengths = tuple(view.shape[dim] for dim in order)
         for box in rectangles(lengths, segment.param_start, segment.param_start + segment.numel):
-            at = segment.shard_start + box.start - segment.param_start
-            piece = flat[at : at + math.prod(box.sizes)].view(box.sizes).permute(place)
-            offsets = torch.Size(box.offsets[dim] for dim in place)
-            self._boxes.append((ChunkStorageMetadata(offsets, piece.shape), piece))
+            offsets, sizes = (torch.Size(each[dim] for dim in place) for each in (box.offsets, box.sizes))
+            own = box._replace(start=box.start - segment.param_start)
+            self._boxes.append((ChunkStorageMetadata(offsets, sizes), own))
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         """Return the boxes to be read."""
@@ -118,8 +121,14 @@ class ShardedEntry:
         ]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        """Return the box at an offset (an alias)."""
-        return next(piece for chunk, piece in self._boxes if chunk.offsets == index.offset)
+        """Return the box at an offset."""
+        box = next(box for chunk, box in self._boxes if chunk.offsets == index.offset)
+        return self._part()[box.start : box.start + math.prod(box.sizes)].view(box.sizes).permute(self._place)
+
+
+def _entry_of(flat: Tensor, bucket: Bucket, position: int) -> ShardedEntry:
+    """Return the entry of one parameter in a shard-sized tensor."""
+    return ShardedEntry(partial(bucket.local_part, flat, position), flat.dtype, bucket, position)
 
 
 class _SavePlanner(DefaultSavePlanner):
@@ -190,6 +199,7 @@ def load(path: str | os.PathLike[str], module: nn.Module, optimizer: AdamW) -> d
                 f"the checkpoint's groups hold {facts['group_names']}, expected {_group_names(module, optimizer)}; "
                 "build the optimizer with the same groups in the same order"
             )
+        check_amsgrad(facts["param_groups"], optimizer.config.state_dtype)
         stored = FileSystemReader(source).read_metadata().state_dict_metadata
         plain = {name: torch.empty_like(tensor) for name, tensor in _plain_tensors(module, optimizer)}
         targets = _make_targets(module, optimizer, stored)
@@ -223,11 +233,14 @@ def _sharded_entries(module: nn.Module, optimizer: AdamW) -> Iterator[tuple[str,
     for name, slot in _named_slots(module, optimizer):
         bucket, position = slot.bucket, slot.position
         if optimizer._communicator.replicas.rank == 0:
-            yield f"model.{name}", ShardedEntry(bucket.shard, bucket, position)
+            yield f"model.{name}", _entry_of(bucket.shard, bucket, position)
             for kind in _SHARD_NAMES if steps[slot.index] > 0 else ():
                 flat = getattr(bucket, kind)
-                if flat is not None:
-                    yield f"optim.state.{name}.{kind}", ShardedEntry(flat, bucket, position)
+                if flat is not None and bucket.is_coded(kind):
+                    part = partial(bucket.read_part, kind, position)
+                    yield f"optim.state.{name}.{kind}", ShardedEntry(part, torch.float32, bucket, position)
+                elif flat is not None:
+                    yield f"optim.state.{name}.{kind}", _entry_of(flat, bucket, position)
 
 
 def _plain_tensors(module: nn.Module, optimizer: AdamW) -> Iterator[tuple[str, Tensor]]:
@@ -266,7 +279,7 @@ def _make_targets(module: nn.Module, optimizer: AdamW, stored: dict[str, Any]) -
         if bucket.index not in targets:
             targets[bucket.index] = _Target(bucket, {"shard": torch.zeros_like(bucket.shard)}, {})
         target = targets[bucket.index]
-        target.entries[f"model.{name}"] = ShardedEntry(target.shards["shard"], bucket, slot.position)
+        target.entries[f"model.{name}"] = _entry_of(target.shards["shard"], bucket, slot.position)
         for kind in _SHARD_NAMES:
             key = f"optim.state.{name}.{kind}"
             if key not in stored:
@@ -274,7 +287,7 @@ def _make_targets(module: nn.Module, optimizer: AdamW, stored: dict[str, Any]) -
             if kind not in target.shards:
                 dtype = stored[key].properties.dtype
                 target.shards[kind] = torch.zeros(bucket.layout.shard_numel, dtype=dtype, device=bucket.device)
-            target.entries[key] = ShardedEntry(target.shards[kind], bucket, slot.position)
+            target.entries[key] = _entry_of(target.shards[kind], bucket, slot.position)
     return list(targets.values())
 
 
@@ -300,19 +313,23 @@ def _commit(
         if key in facts["extra_states"]:
             each.set_extra_state(facts["extra_states"][key])
     torch.optim.Optimizer.load_state_dict(optimizer, {"state": {}, "param_groups": facts["param_groups"]})
-    has_master = optimizer.config.master != "none"
     for bucket, shards, _ in targets:
         bucket.shard.copy_(shards.pop("shard"))
         if shards:
-            bucket.allocate_state(optimizer.config.state_dtype, has_master)
-        if "max_exp_avg_sq" in shards:
+            bucket.allocate_state()
+        if "max_exp_avg_sq" in shards and not bucket.has_codes:
             bucket.allocate_max_exp_avg_sq()
         for kind in _SHARD_NAMES:
             live = getattr(bucket, kind)
-            if live is not None and kind in shards:
+            if live is not None and kind in shards and bucket.is_coded(kind):
+                for position in bucket.segment_of:
+                    bucket.write_state(kind, position, bucket.local_part(shards[kind], position))
+            elif live is not None and kind in shards:
                 live.copy_(shards[kind])
             elif live is not None:
                 live.zero_()  # a zero master of fp16 weights is made again from them
+                if bucket.is_coded(kind):
+                    getattr(bucket, f"{kind}_scale").zero_()
         optimizer._stage.publish(bucket)
     optimizer._stage.finish_publishing()
     steps = [float(facts["steps"].get(name, 0.0)) for name, _ in _named_slots(module, optimizer)]

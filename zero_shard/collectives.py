@@ -248,16 +248,22 @@ class Communicator:
                 raise RuntimeError(f"{label} failed on rank {rank}: {message}")
 
     def all_gather_small(self, values: Tensor, label: str) -> Tensor:
-        """Return [W, n] from a small CPU tensor [n] of each rank; blocks. All ranks call."""
+        """Return [W, n] from a small tensor [n] of each rank. All ranks call.
+
+        Blocks, unless the group has native collectives for the tensor's device: then the device waits.
+        """
         if self.num_ranks == 1:
             return values.view(1, -1)
         _announce(label)
         self.sent_nbytes += values.nbytes * (self.num_ranks - 1)
-        gathered = torch.empty(self.num_ranks * values.numel(), dtype=values.dtype)
+        is_native = values.device.type in self._native_devices
+        sent = values if is_native else values.cpu()
+        gathered = torch.empty(self.num_ranks * values.numel(), dtype=values.dtype, device=sent.device)
         all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-        work = _start(label, all_gather, gathered, values, group=self.control, async_op=True)
-        Pending(label, [work], [gathered, values]).wait()
-        return gathered.view(self.num_ranks, -1)
+        group = self.group if is_native else self.control
+        work = _start(label, all_gather, gathered, sent, group=group, async_op=True)
+        Pending(label, [work], [gathered, sent]).wait()
+        return gathered.view(self.num_ranks, -1).to(values.device)
 
 
 def default_rank() -> int:

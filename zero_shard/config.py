@@ -15,13 +15,12 @@ from typing import Any
 
 import torch
 
-ConfigLike = "ZeroConfig | Mapping[str, Any] | str | os.PathLike[str] | None"
-
 _DTYPES: dict[str, torch.dtype] = {
     "float64": torch.float64,
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
+    "int8": torch.int8,
 }
 _DTYPE_ALIASES = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _MAX_BUCKET_MIB = 65536.0
@@ -40,12 +39,15 @@ class ZeroConfig:
         prefetch: Stage 3: how many units ahead are gathered.
         param_dtype: dtype that the model computes in. Only None (as the model is) so far.
         reduce_dtype: dtype of gradients on the wire; None = the parameter's. Sums are fp32 (fp64 for fp64) always.
-        state_dtype: dtype of the moments: float32 (fp64 for fp64 parameters) or bfloat16.
-        master: 16-bit weights: "auto" keeps the lossless rest of the fp32 master, "none" keeps nothing.
+        state_dtype: dtype of the moments: float32 (fp64 for fp64 parameters), bfloat16, or int8: 8-bit codes with a
+            scale for each block of 256 elements (parameters below 4096 elements keep float32).
+        master: 16-bit weights: "auto" keeps the lossless rest of the fp32 master, "stochastic" keeps nothing and
+            rounds bfloat16 weights up or down at random, "none" keeps nothing and rounds to the nearest.
         max_grad_norm: Clip to this global norm inside ``step()``; None = no clipping.
         shard_size: Ranks that share one copy of what is sharded; the rest are replicas. None = all ranks.
         sync_module_states: Take parameters and buffers of rank 0 at the start; false = compare and refuse.
-        kernels: "auto", "native" (the compiled extension or an error) or "torch" (the pure PyTorch fallback).
+        kernels: "auto", "native" (the compiled extension or an error), "torch" (the pure PyTorch fallback) or "apex"
+            (NVIDIA apex's multi-tensor Adam on the shard).
         check: When ranks are compared: "off", "start", "every_step".
         skip_nonfinite: Skip a step with a NaN or inf gradient on all ranks, with a warning.
     Raises:
@@ -79,12 +81,12 @@ class ZeroConfig:
         for name in ("reshard_after_forward", "sync_module_states", "skip_nonfinite"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be true or false, got {getattr(self, name)!r}")
-        self._check_choice("master", ("auto", "none"), planned=("stochastic",))
-        self._check_choice("kernels", ("auto", "native", "torch"), planned=("apex",))
+        self._check_choice("master", ("auto", "stochastic", "none"))
+        self._check_choice("kernels", ("auto", "native", "torch", "apex"))
         self._check_choice("check", ("off", "start", "every_step"))
         self._set_dtype("param_dtype", ())
         self._set_dtype("reduce_dtype", (torch.float64, torch.float32, torch.bfloat16, torch.float16))
-        self._set_dtype("state_dtype", (torch.float32, torch.bfloat16))
+        self._set_dtype("state_dtype", (torch.float32, torch.bfloat16, torch.int8))
         self._set_units()
 
     def replace(self, **changes: Any) -> ZeroConfig:
@@ -107,12 +109,10 @@ class ZeroConfig:
             limit = "" if upper == math.inf else f" of at most {upper:g}"
             raise ValueError(f"{name} must be a positive number{limit}, got {value!r}")
 
-    def _check_choice(self, name: str, choices: tuple[str, ...], planned: tuple[str, ...] = ()) -> None:
+    def _check_choice(self, name: str, choices: tuple[str, ...]) -> None:
         value = getattr(self, name)
         if not isinstance(value, str):
             raise TypeError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
-        if value in planned:
-            raise NotImplementedError(f"{name}={value!r} is not available yet; use one of {', '.join(choices)}")
         if value not in choices:
             raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}{_nearest(value, choices)}")
 
@@ -122,18 +122,17 @@ class ZeroConfig:
             return
         if isinstance(value, str):
             known = _DTYPES.get(_DTYPE_ALIASES.get(value, value))
-            if known is None and value != "int8":
+            if known is None:
                 hint = _nearest(value, (*_DTYPES, *_DTYPE_ALIASES))
-                raise ValueError(f"{name} must name a floating-point dtype, got {value!r}{hint}")
-            value = known or torch.int8
+                raise ValueError(f"{name} must name a dtype, got {value!r}{hint}")
+            value = known
         if not isinstance(value, torch.dtype):
             raise TypeError(f"{name} must be a dtype or its name, got {value!r}")
         if not supported:
             raise NotImplementedError(f"{name}={str(value)!r} is not available yet; cast the model with module.to(...)")
         if value not in supported:
             names = ", ".join(str(dtype).removeprefix("torch.") for dtype in supported)
-            kind = NotImplementedError if value == torch.int8 else ValueError
-            raise kind(f"{name} must be one of {names}, got {value!r}")
+            raise ValueError(f"{name} must be one of {names}, got {value!r}")
         object.__setattr__(self, name, value)
 
     def _set_units(self) -> None:

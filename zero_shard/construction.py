@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from zero_shard.buffers import Bucket, make_bucket
+from zero_shard.buffers import Bucket, Place, Storage, make_bucket
 from zero_shard.collectives import Communicator
 from zero_shard.config import ZeroConfig
 from zero_shard.layout import capped_bucket_nbytes, split_into_buckets
@@ -22,7 +22,9 @@ from zero_shard.stages.reduction import Reducer
 from zero_shard.stages.units import find_units
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+_LOW_DTYPES = {torch.bfloat16: torch.int16, torch.float16: torch.float32}  # see docs/kernels.md
 _SUM_CHUNK_NUMEL = 1 << 20
+_SMALLEST_CODED_NUMEL = 4096  # 8-bit moments: smaller parameters (norms, biases) are sensitive and weigh nothing
 
 NamedParam = tuple[str, nn.Parameter]
 
@@ -71,6 +73,7 @@ class Builder:
             raise ValueError("stage 3 needs the model: pass module=model beside the parameters, or choose stage 0 to 2")
         if config.shard_size is not None and num_ranks % config.shard_size:
             raise ValueError(f"shard_size must divide the {num_ranks} ranks, got {config.shard_size}")
+        check_amsgrad(groups, config.state_dtype)
         named = self.named_params(groups)
         if num_ranks > 1:
             self.check_unwrapped(groups)
@@ -79,6 +82,17 @@ class Builder:
                 raise NotImplementedError(
                     f"parameter {name} has dtype {param.dtype}, expected one of float32, float64, bfloat16, float16; "
                     "keep it out of the optimizer, or store a complex parameter as two real ones (torch.view_as_real)"
+                )
+            if param.dtype == torch.float16 and config.master == "stochastic":
+                raise ValueError(
+                    f"parameter {name} has dtype {param.dtype}, and master='stochastic' rounds bfloat16 weights only; "
+                    "use master='auto', or bfloat16"
+                )
+            if config.kernels == "apex" and self._storage(param) != Storage(torch.float32):
+                raise ValueError(
+                    f"parameter {name} ({param.dtype}, master={config.master!r}, state_dtype={config.state_dtype}) "
+                    "can't be updated by kernels='apex', which keeps fp32 moments and no master; use kernels='auto', "
+                    "or master='none' and state_dtype='float32'"
                 )
             if param.layout != torch.strided:
                 raise NotImplementedError(f"parameter {name} has layout {param.layout}, expected torch.strided")
@@ -133,14 +147,14 @@ class Builder:
         assert self._module is not None
         for plan in find_units(self._module, self._config.units, nbytes):
             materialize(self._module, [param for _, param in plan.params], _default_device(self._module))
-            buckets = [self._make(named) for named in _by_kind(plan.params)]
+            buckets = [self._make(named) for named in self._by_kind(plan.params)]
             stage.add_unit(plan.name or "the rest of the model", plan.modules, buckets)
         stage.attach(self._module, self._reducer)
 
     def _build_buckets(self, named: Sequence[NamedParam], nbytes: int) -> None:
         named = [each for each in named if each[1].requires_grad]
         buckets: list[list[NamedParam]] = []
-        for kind in _by_kind(list(reversed(named))):
+        for kind in self._by_kind(list(reversed(named))):
             sizes = [param.numel() * param.element_size() for _, param in kind]
             buckets += [[kind[i] for i in positions] for positions in split_into_buckets(sizes, nbytes)]
         for bucket in reversed(buckets):  # the reducer puts each new one first
@@ -148,12 +162,10 @@ class Builder:
 
     def _make(self, named: Sequence[NamedParam]) -> Bucket:
         """Move parameters into a new bucket with equal values on all ranks."""
-        hop = self._communicator.shards
+        replicas = self._communicator.replicas
+        place = Place(self._num_shards, self._communicator.shards.rank, replicas.num_ranks, replicas.rank)
         params, names = [param for _, param in named], [name for name, _ in named]
-        first_slot = len(self._reducer.slots)
-        bucket = make_bucket(
-            params, names, first_slot, self._num_shards, self._communicator.replicas.num_ranks, hop.rank
-        )
+        bucket = make_bucket(params, names, len(self._reducer.slots), place, self._storage(params[0]))
         is_new = any(id(param) not in self._known for param in params)
         if is_new and self._config.sync_module_states:
             self._communicator.broadcast_(bucket.full, f"the parameters of rank 0 ({names[0]} ...)")
@@ -162,6 +174,24 @@ class Builder:
         self._reducer.add_bucket(bucket)
         self._bucketed.update(id(param) for param in params)
         return bucket
+
+    def _by_kind(self, named: Iterable[NamedParam]) -> list[list[NamedParam]]:
+        """Group parameters by what a bucket must have in common."""
+        kinds: dict[Any, list[NamedParam]] = {}
+        for name, param in named:
+            kind = (param.dtype, param.device, param.requires_grad, self._storage(param))
+            kinds.setdefault(kind, []).append((name, param))
+        return list(kinds.values())
+
+    def _storage(self, param: nn.Parameter) -> Storage:
+        """Return how the optimizer state of a parameter is stored."""
+        if param.dtype == torch.float64:
+            return Storage(torch.float64)
+        moment_dtype, master = self._config.state_dtype, self._config.master
+        if moment_dtype == torch.int8 and param.numel() < _SMALLEST_CODED_NUMEL:
+            moment_dtype = torch.float32
+        low_dtype = _LOW_DTYPES.get(param.dtype) if master == "auto" else None
+        return Storage(moment_dtype, low_dtype, master == "stochastic" and param.dtype == torch.bfloat16)
 
     def _settle_rest(self, named: Sequence[NamedParam]) -> None:
         """Make what is in no bucket equal on all ranks: frozen parameters, those outside the groups, buffers."""
@@ -198,11 +228,12 @@ class Builder:
                 )
 
 
-def _by_kind(named: Iterable[NamedParam]) -> list[list[NamedParam]]:
-    kinds: dict[Any, list[NamedParam]] = {}
-    for name, param in named:
-        kinds.setdefault((param.dtype, param.device, param.requires_grad), []).append((name, param))
-    return list(kinds.values())
+def check_amsgrad(groups: Sequence[dict[str, Any]], state_dtype: torch.dtype) -> None:
+    """Refuse amsgrad, which may be switched on at any time, where moments have 8 bits. Local."""
+    if state_dtype == torch.int8 and any(group.get("amsgrad") for group in groups):
+        raise NotImplementedError(
+            "amsgrad is not available with state_dtype='int8'; use state_dtype='bfloat16', or amsgrad=False"
+        )
 
 
 def _default_device(module: nn.Module) -> torch.device:

@@ -1,9 +1,10 @@
 """Norms over shards: the same number on every rank, whatever the sharding.
 
 # Note [Norms that do not depend on the sharding]
-A sum of squares depends on the order of its additions, and each stage adds in another order. For fp32 the sum is
-taken in fp64 and the norm rounded to fp32, which hides the difference. For fp64 the sum is carried as an
-unevaluated pair (high, low) through error-free additions (Knuth's TwoSum), which leaves about 100 correct bits.
+A sum of squares depends on the order of its additions, and each stage adds in another order. The kernels therefore add
+within fixed chunks of a parameter, and everything beyond is carried as an unevaluated pair (high, low) through
+error-free additions (Knuth's TwoSum), which leaves about 100 correct bits before the one rounding at the end. Other
+norms than the 2-norm take a pass of their own: in fp64, rounded to fp32, which hides the order; for fp64 as pairs.
 """
 
 from __future__ import annotations
@@ -11,16 +12,42 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
+import numpy
 import torch
 from torch import Tensor
 
 from zero_shard.collectives import Communicator
+from zero_shard.ops import Kernels
 
 _CHUNK_NUMEL = 1 << 20
+# Sums over ranks are taken in whole numbers of 2^-50 and 2^-100 of the largest one's power of two: exact, and with
+# room in 63 bits for 4,096 ranks.
+_LIMB_NBITS = 50
+_SMALLEST_EXPONENT = -900
+
+
+def norm_of_square_sums(pairs: Tensor, is_double: bool, kernels: Kernels, communicator: Communicator) -> Tensor:
+    """Return the 2-norm of a vector of which each rank holds sums of squares of its parts. All ranks call.
+
+    On a GPU whose process group is NCCL nothing waits for the device.
+
+    Args:
+        pairs: [K, 2] fp64, high and low halves of sums; K may differ from rank to rank.
+        is_double: Whether the vector has fp64 elements; the same on all ranks.
+    Returns:
+        0-dim tensor on the device of ``pairs``, fp64 or fp32. NaN and inf are agreed on.
+    """
+    total = pairs.new_zeros(2)
+    kernels.sum_pairs_(total, pairs)
+    gathered = communicator.all_gather_small(total, "the gradient norm")
+    kernels.sum_pairs_(total, gathered)
+    # Not torch's vectorised square root on the CPU, which is not correctly rounded.
+    root = torch.tensor(_root(float(total[0]), 2.0), dtype=torch.float64) if total.is_cpu else total[0].sqrt()
+    return root.to(torch.float64 if is_double else torch.float32)
 
 
 def global_norm(parts: Iterable[Tensor], order: float, communicator: Communicator) -> Tensor:
-    """Return the norm of a vector of which each rank of a shard group holds ``parts``. All ranks call; blocks.
+    """Return the norm of a vector of which each rank holds ``parts``. All ranks call; blocks.
 
     Args:
         parts: Tensors of this rank, fp32 or fp64, possibly empty; walked once.
@@ -30,36 +57,73 @@ def global_norm(parts: Iterable[Tensor], order: float, communicator: Communicato
     """
     if not order > 0:
         raise ValueError(f"norm_type must be positive, got {order!r}")
-    is_counted = communicator.replicas.rank == 0  # replicas hold the same; one of them speaks
     if order == math.inf:
         return _largest(parts, communicator)
     high, low, is_double = _sum_of_powers(parts, order)
-    pair = (high, low) if is_counted else (0.0, 0.0)
     sums = communicator.all_gather_small(
-        torch.tensor([*pair, float(is_double)], dtype=torch.float64), "the gradient norm"
+        torch.tensor([high, low, float(is_double)], dtype=torch.float64), "the gradient norm"
     )
     high, low = _combine((float(row[0]), float(row[1])) for row in sums)
     norm = torch.tensor(_root(high + low, order), dtype=torch.float64)
     return norm.to(torch.float64 if sums[:, 2].any() else torch.float32)
 
 
-def global_norms(parts: Sequence[Tensor], order: float, communicator: Communicator) -> Tensor:
-    """Return the norm of each of P vectors, of which each rank of a shard group holds a part. All ranks call; blocks.
+def norms_of_sums(pairs: Tensor, communicator: Communicator) -> Tensor:
+    """Return the 2-norm of each of P vectors, of which each rank holds the sum of squares of a part. All ranks call.
+
+    Args:
+        pairs: [P, 2] fp64 on the CPU, high and low halves.
+    Returns:
+        [P] fp64 CPU tensor. What is sent grows with P, not with the number of ranks.
+    """
+    totals = _sum_over_ranks(pairs, communicator)
+    with numpy.errstate(invalid="ignore"):
+        return torch.from_numpy(numpy.sqrt(totals))
+
+
+def norms_of_parts(parts: Sequence[Tensor | None], order: float, communicator: Communicator) -> Tensor:
+    """Return the norm of each of P vectors, of which each rank holds a part (None: nothing). All ranks call; blocks.
 
     Returns:
-        [P] fp64 CPU tensor, by one message.
+        [P] fp64 CPU tensor.
     """
     if order == math.inf:
-        peaks = torch.tensor([float(part.abs().max()) if part.numel() else 0.0 for part in parts], dtype=torch.float64)
-        sent = torch.stack([peaks.nan_to_num(nan=0.0, posinf=math.inf), peaks.isnan().double()])
+        peaks = [float(part.abs().max()) if part is not None and part.numel() else 0.0 for part in parts]
+        largest = torch.tensor(peaks, dtype=torch.float64)
+        sent = torch.stack([largest.nan_to_num(nan=0.0, posinf=math.inf), largest.isnan().double()])
         agreed = communicator.agree(sent, "max", "the gradient norms")
         return torch.where(agreed[1] > 0, torch.nan, agreed[0])
-    is_counted = communicator.replicas.rank == 0
-    found = [_sum_of_powers_in(part.detach().reshape(-1), order) if is_counted else (0.0, 0.0) for part in parts]
-    pairs = torch.tensor(found, dtype=torch.float64).reshape(-1)
-    rows = communicator.all_gather_small(pairs, "the gradient norms").view(communicator.num_ranks, -1, 2).tolist()
-    totals = [sum(_combine(map(tuple, column))) for column in zip(*rows, strict=True)]
-    return torch.tensor([_root(total, order) for total in totals], dtype=torch.float64)
+    found = [(0.0, 0.0) if part is None else _sum_of_powers_in(part.detach().reshape(-1), order) for part in parts]
+    totals = _sum_over_ranks(torch.tensor(found, dtype=torch.float64).view(-1, 2), communicator)
+    return torch.tensor([_root(total, order) for total in totals.tolist()], dtype=torch.float64)
+
+
+def _sum_over_ranks(pairs: Tensor, communicator: Communicator) -> numpy.ndarray:
+    """Return the sums [P] of pairs [P, 2] >= 0 over all ranks, however they are spread over them. All ranks call."""
+    if communicator.num_ranks == 1:
+        return pairs.sum(1).numpy()
+    high, low = pairs[:, 0].numpy(), pairs[:, 1].numpy()
+    is_finite = numpy.isfinite(high)
+    high, low = numpy.where(is_finite, high, 0.0), numpy.where(is_finite, low, 0.0)
+    # A rank that holds nothing, or zeros, must not raise the unit: frexp gives zero the exponent 0.
+    own = numpy.where(high == 0, _SMALLEST_EXPONENT, numpy.maximum(numpy.frexp(high)[1], _SMALLEST_EXPONENT))
+    exponents = torch.from_numpy(own.astype(numpy.int64))
+    exponent = communicator.agree(exponents, "max", "the size of the gradient norms").numpy()
+    first = numpy.rint(numpy.ldexp(high, _LIMB_NBITS - exponent))
+    rest = (high - numpy.ldexp(first, exponent - _LIMB_NBITS)) + low
+    second = numpy.rint(numpy.ldexp(rest, 2 * _LIMB_NBITS - exponent))
+    is_nan = pairs[:, 0].isnan().numpy()
+    odd = numpy.where(is_finite, 0, numpy.where(is_nan, 1 << 32, 1))
+    limbs = torch.from_numpy(
+        numpy.stack([first.astype(numpy.int64), second.astype(numpy.int64), odd.astype(numpy.int64)])
+    )
+    first, second, odd = communicator.agree(limbs, "sum", "the gradient norms").numpy()
+    carry = (second + (1 << (_LIMB_NBITS - 1))) >> _LIMB_NBITS  # one form for one sum
+    first, second = first + carry, second - (carry << _LIMB_NBITS)
+    rounded = first.astype(numpy.float64)
+    missing = (first - rounded.astype(numpy.int64)) + numpy.ldexp(second.astype(numpy.float64), -_LIMB_NBITS)
+    totals = numpy.ldexp(rounded + missing, exponent - _LIMB_NBITS)
+    return numpy.where(odd == 0, totals, numpy.where(odd < 1 << 32, numpy.inf, numpy.nan))
 
 
 def _root(total: float, order: float) -> float:

@@ -9,6 +9,7 @@ import torch
 
 from zero_shard.buffers import Bucket
 from zero_shard.config import ZeroConfig
+from zero_shard.layout import BLOCK_NUMEL
 
 
 class Usage(NamedTuple):
@@ -39,7 +40,7 @@ def promised_nbytes(buckets: Sequence[Bucket], config: ZeroConfig, num_ranks: in
         total += numel * itemsize / (num_shards if config.stage == 3 else 1)
         if any(param.requires_grad for param in bucket.params):
             total += numel * _gradient_itemsize(bucket, config, num_ranks)
-            total += numel * _state_itemsize(bucket, config) / num_shards
+            total += numel * _state_itemsize(bucket) / num_shards
     return round(total)
 
 
@@ -49,11 +50,11 @@ def _gradient_itemsize(bucket: Bucket, config: ZeroConfig, num_ranks: int) -> fl
     return bucket.math_dtype.itemsize / bucket.layout.num_shards
 
 
-def _state_itemsize(bucket: Bucket, config: ZeroConfig) -> int:
-    moment = 8 if bucket.dtype == torch.float64 else config.state_dtype.itemsize
-    has_maximum = bucket.max_exp_avg_sq is not None
-    low = 0 if config.master == "none" else {torch.bfloat16: 2, torch.float16: 4}.get(bucket.dtype, 0)
-    return moment * (3 if has_maximum else 2) + low
+def _state_itemsize(bucket: Bucket) -> float:
+    storage, has_maximum = bucket.storage, bucket.max_exp_avg_sq is not None
+    scale = torch.float32.itemsize / BLOCK_NUMEL if bucket.has_codes else 0
+    low = 0 if storage.low_dtype is None else storage.low_dtype.itemsize
+    return (storage.moment_dtype.itemsize + scale) * (3 if has_maximum else 2) + low
 
 
 def floor_sent_nbytes(buckets: Sequence[Bucket], config: ZeroConfig, num_ranks: int) -> int:

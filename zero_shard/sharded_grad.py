@@ -31,8 +31,8 @@ class GradSource(Protocol):
     def norm(self, order: float) -> Tensor:
         """Return the norm of the mean gradient; all ranks must call."""
 
-    def forget_norms(self) -> None:
-        """Note that the gradient may change."""
+    def note_access(self) -> None:
+        """Note that the gradient may change. Local."""
 
     def any_rank(self, flag: bool) -> bool:
         """Return whether the flag is set on any rank; all ranks must call."""
@@ -66,9 +66,12 @@ class ShardedGrad(torch.Tensor):
 
     @property
     def part(self) -> Tensor:
-        """This rank's part of the mean gradient, an alias: 1-d, fp32 or fp64. All ranks read it together if pending."""
+        """This rank's part of the mean gradient, an alias: 1-d, fp32 or fp64.
+
+        If the gradient is pending all ranks must read it together; who changes it must do so on all ranks.
+        """
         part = self.source.reduced_part()
-        self.source.forget_norms()
+        self.source.note_access()
         return part  # type: ignore[no-any-return]
 
     def full(self) -> Tensor:

@@ -9,8 +9,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from zero_shard.buffers import STATE_NAMES, Bucket
+from zero_shard.block_codec import decode_blocks
+from zero_shard.buffers import SCALE_NAMES, STATE_NAMES, Bucket
 from zero_shard.collectives import Communicator
+from zero_shard.number_formats import split_remainder
+from zero_shard.ops import Kernels
 from zero_shard.stages.slots import GradSlot
 
 LAYOUT_KEY = "zero_shard"
@@ -53,7 +56,8 @@ def check_state_dict(state_dict: dict[str, Any], slots: Sequence[GradSlot], grou
     """Match a state dict with the slots of this rank. Local; changes nothing.
 
     Args:
-        state_dict: What `AdamW.state_dict` of the same layout gave, or a full dict of plain AdamW.
+        state_dict: What `AdamW.state_dict` of the same layout gave, or a full dict of plain AdamW or of NVIDIA apex's
+            FusedAdam and DistributedFusedAdam (step counts beside the parameters; fp32 masters as ``param``).
     Raises:
         ValueError: An entry is missing or has the wrong shape, or the layout differs; the text names it.
     """
@@ -68,17 +72,37 @@ def check_state_dict(state_dict: dict[str, Any], slots: Sequence[GradSlot], grou
     layout = state_dict.get(LAYOUT_KEY)
     loaded = []
     saved_numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+    steps = {n: group.get("step") for group in state_dict["param_groups"] for n in group["params"]}
+    if not all(group.get("bias_correction", True) for group in state_dict["param_groups"]):
+        raise ValueError("the state dict was written with bias_correction=False, which torch.optim.AdamW does not have")
     params = [param for group in groups for param in group["params"]]
     for number, param in zip(saved_numbers, params, strict=True):
         slot = by_param.get(id(param))
         entry = state_dict["state"].get(number)
         if entry and slot is not None:
+            entry = _with_step(entry, steps[number], state_dict["state"])
             loaded.append(_check_entry(slot, number, entry, layout))
         elif entry:
             raise ValueError(
                 f"the state dict has state for parameter {number}, which is frozen here; unfreeze it first"
             )
     return loaded
+
+
+def groups_to_load(saved: Groups, present: Groups) -> list[dict[str, Any]]:
+    """Return saved groups as torch writes them: those of apex have a step count, and not all of the settings."""
+    groups = []
+    for old, new in zip(saved, present, strict=True):
+        if "bias_correction" in old or "step" in old:
+            old = {**new, **{key: value for key, value in old.items() if key not in ("bias_correction", "step")}}
+        groups.append(old)
+    return groups
+
+
+def _with_step(entry: dict[str, Any], group_step: Any, state: dict[Any, Any]) -> dict[str, Any]:
+    """Return a parameter's entry with its step count, which apex keeps by group or once for all."""
+    step = entry.get("step", state.get("step") if group_step is None else group_step)
+    return entry if step is None else {**entry, "step": step}
 
 
 def _check_entry(slot: GradSlot, number: int, entry: dict[str, Any], layout: Any) -> LoadedState:
@@ -103,27 +127,44 @@ def _check_entry(slot: GradSlot, number: int, entry: dict[str, Any], layout: Any
         if name not in entry:
             continue
         value = entry[name]
-        if layout is not None:
-            parts[name] = value.reshape(-1) if value.is_contiguous() else _in_memory_order(value, value.stride())
-            continue
-        view = bucket.views[position]
-        if value.shape != view.shape:
+        if value.dtype in (torch.int8, torch.uint8) and (layout is None or f"{name}_scale" not in entry):
             raise ValueError(
-                f"{name} of parameter {number} ({slot.name}) has shape {tuple(value.shape)}, "
-                f"expected {tuple(view.shape)}"
+                f"{name} of parameter {number} ({slot.name}) has 8-bit codes, and the state dict has lost its "
+                f"{LAYOUT_KEY!r} entry or their scales; load it as state_dict() returned it"
             )
-        whole = _in_memory_order(value, view.stride())
-        parts[name] = whole[:0] if segment is None else whole[segment.param_start : segment.param_start + numel]
+        if layout is not None:
+            part = value.reshape(-1) if value.is_contiguous() else _in_memory_order(value, value.stride())
+            scale = entry.get(f"{name}_scale")
+            parts[name] = part if scale is None else decode_blocks(part, scale)
+            continue
+        parts[name] = _own_part(slot, number, name, value)
+    if "low" not in parts and "param" in entry and bucket.storage.low_dtype is not None:
+        parts["low"] = _low_of(slot, _own_part(slot, number, "param", entry["param"]))
     return LoadedState(slot, float(entry["step"]), parts)
 
 
-def copy_state(
-    loaded: Sequence[LoadedState],
-    slots: Sequence[GradSlot],
-    state_dtype: torch.dtype,
-    has_master: bool,
-    steps: Tensor,
-) -> None:
+def _own_part(slot: GradSlot, number: int, name: str, value: Tensor) -> Tensor:
+    """Return this rank's part, 1-d in memory order, of a tensor that belongs to the whole parameter."""
+    view, segment = slot.bucket.views[slot.position], slot.bucket.segment_of.get(slot.position)
+    if value.shape != view.shape:
+        raise ValueError(
+            f"{name} of parameter {number} ({slot.name}) has shape {tuple(value.shape)}, expected {tuple(view.shape)}"
+        )
+    whole = _in_memory_order(value, view.stride())
+    return whole[:0] if segment is None else whole[segment.param_start : segment.param_start + segment.numel]
+
+
+def _low_of(slot: GradSlot, master: Tensor) -> Tensor:
+    """Return what an fp32 master has beyond the 16-bit weight, 0 where it belongs to another weight."""
+    master = master.to(device=slot.bucket.device, dtype=torch.float32)
+    if slot.bucket.storage.low_dtype != torch.int16:
+        return master
+    high, remainder = split_remainder(master)
+    weight = slot.bucket.local_part(slot.bucket.shard, slot.position)
+    return remainder.masked_fill_(high.view(torch.int16) != weight.view(torch.int16), 0)
+
+
+def copy_state(loaded: Sequence[LoadedState], slots: Sequence[GradSlot], steps: Tensor) -> None:
     """Copy checked state into the buckets; parameters without an entry start anew. Local.
 
     The state may alias the buckets: an optimizer may load its own state dict.
@@ -131,8 +172,8 @@ def copy_state(
     steps.zero_()
     for state in loaded:
         bucket = state.slot.bucket
-        bucket.allocate_state(state_dtype, has_master)
-        if "max_exp_avg_sq" in state.parts:
+        bucket.allocate_state()
+        if "max_exp_avg_sq" in state.parts and not bucket.has_codes:
             bucket.allocate_max_exp_avg_sq()
     found = {state.slot.index: state.parts for state in loaded}
     for slot in slots:
@@ -140,18 +181,16 @@ def copy_state(
     for state in loaded:
         steps[state.slot.index] = state.step
         for name, part in state.parts.items():
-            target = getattr(state.slot.bucket, name)
-            if target is not None and part.numel():
-                segment = state.slot.bucket.segment_of[state.slot.position]
-                target[segment.shard_start : segment.shard_start + segment.numel].copy_(part)
+            if getattr(state.slot.bucket, name) is not None and part.numel():
+                state.slot.bucket.write_state(name, state.slot.position, part)
 
 
 def clear_state(slot: GradSlot, keep: Mapping[str, Any] = MappingProxyType({})) -> None:
     """Zero this rank's part of the moments and of the master's low half, but for those named in ``keep``. Local."""
-    for name in _PART_NAMES:
-        tensor = getattr(slot.bucket, name)
-        if tensor is not None and name not in keep:
-            slot.bucket.local_part(tensor, slot.position).zero_()
+    for name in (*_PART_NAMES, *SCALE_NAMES):
+        part = slot.bucket.state_part(name, slot.position)
+        if part is not None and name.removesuffix("_scale") not in keep:
+            part.zero_()
 
 
 def full_state(
@@ -159,6 +198,7 @@ def full_state(
     buckets: Sequence[Bucket],
     groups: Groups,
     steps: Tensor,
+    kernels: Kernels,
     communicator: Communicator,
 ) -> dict[int, dict[str, Tensor]]:
     """Return the whole state by parameter number, on the CPU of rank 0, {} elsewhere. All ranks call.
@@ -175,17 +215,21 @@ def full_state(
         for slot in wanted:
             state[numbers[id(slot.param)]] = {"step": torch.tensor(counts[slot.index], dtype=torch.float32)}
         for name in STATE_NAMES:
-            shard = getattr(bucket, name)
+            shard = bucket.read_state(name)
             if shard is None:
                 continue
             full = shard.new_empty(bucket.layout.numel)
             full[bucket.own_range] = shard
             label = f"{name} of {bucket.label}"
             communicator.all_gather_(communicator.shards, full, 3 * bucket.index + 2, label).wait()
-            for slot in wanted if communicator.rank == 0 else ():
-                view, offset = bucket.views[slot.position], bucket.layout.slots[slot.position].offset
-                whole = full.as_strided(view.shape, view.stride(), offset).cpu()
-                state[numbers[id(slot.param)]][name] = torch.empty_like(whole).copy_(whole)
+            if communicator.rank != 0:
+                continue
+            wholes = [torch.empty_like(bucket.views[slot.position], dtype=full.dtype, device="cpu") for slot in wanted]
+            ordered = [bucket.in_memory_order(slot.position, each) for slot, each in zip(wanted, wholes, strict=True)]
+            offsets = [bucket.layout.slots[slot.position].offset for slot in wanted]
+            kernels.unflatten_(ordered, full.cpu(), offsets, None)
+            for slot, whole in zip(wanted, wholes, strict=True):
+                state[numbers[id(slot.param)]][name] = whole
     return dict(sorted(state.items())) if communicator.rank == 0 else {}
 
 

@@ -20,6 +20,7 @@ class SlotTables:
         steps: [P] fp32, updates of each parameter so far.
         is_active: [P] uint8, whether the present step updates the parameter.
         groups: [P] int32, the row of ``hyper`` of each parameter.
+        numbers: [P] int64, position among all parameters of the groups; the key of their random bits.
         hyper: [G, 7] fp64: lr, beta1, beta2, eps, weight_decay, is_amsgrad, is_maximize.
     """
 
@@ -27,6 +28,7 @@ class SlotTables:
         self.steps = torch.zeros(0, dtype=torch.float32)
         self.is_active = torch.zeros(0, dtype=torch.uint8)
         self.groups = torch.zeros(0, dtype=torch.int32)
+        self.numbers = torch.zeros(0, dtype=torch.int64)
         self.hyper = torch.zeros(0, len(_HYPER_NAMES), dtype=torch.float64)
         self._is_owned = torch.zeros(0, dtype=torch.uint8)  # [P] on the CPU: in one of the groups
         self._rows: list[list[float]] = []
@@ -43,19 +45,31 @@ class SlotTables:
         self._read_groups(slots, groups)
         return self._is_owned
 
-    def begin_step(self, flags: Tensor, slots: Sequence[GradSlot], groups: Sequence[dict[str, Any]]) -> Tensor:
+    def begin_step(
+        self,
+        flags: Tensor,
+        slots: Sequence[GradSlot],
+        groups: Sequence[dict[str, Any]],
+        found_inf: Tensor | None = None,
+    ) -> Tensor:
         """Count the step of every parameter that is updated, and read the groups.
 
         Args:
             flags: [P] uint8 on the CPU, whether the parameter has a gradient.
+            found_inf: 0-dim fp32 beside the tables; not 0: the kernels will leave everything as it is.
         Returns:
             [P] uint8 on the CPU, whether it is updated: it also has to be in a group.
         """
         self._read_groups(slots, groups)
         updated = flags & self._is_owned
         self.is_active = updated.to(self.steps.device)
-        self.steps += self.is_active
+        self.steps += self.is_active if found_inf is None else self.is_active * (found_inf == 0)
         return updated
+
+    def on(self, device: torch.device) -> list[Tensor]:
+        """Return what the kernels take, in their order, on a device."""
+        tables = (self.steps, self.is_active, self.groups, self.numbers, self.hyper)
+        return [table.to(device) for table in tables]
 
     def _read_groups(self, slots: Sequence[GradSlot], groups: Sequence[dict[str, Any]]) -> None:
         device = self.steps.device
@@ -66,11 +80,12 @@ class SlotTables:
         signature = [tuple(map(id, group["params"])) for group in groups]
         if signature == self._signature:
             return
-        group_of = {id(param): number for number, group in enumerate(groups) for param in group["params"]}
-        owned = [id(slot.param) in group_of for slot in slots]
-        self._is_owned = torch.tensor(owned, dtype=torch.uint8)
-        numbers = [group_of.get(id(slot.param), 0) for slot in slots]
-        self.groups = torch.tensor(numbers, dtype=torch.int32, device=device)
+        owners = [(id(param), row) for row, group in enumerate(groups) for param in group["params"]]
+        places = {param: (row, number) for number, (param, row) in enumerate(owners)}
+        self._is_owned = torch.tensor([id(slot.param) in places for slot in slots], dtype=torch.uint8)
+        found = [places.get(id(slot.param), (0, 0)) for slot in slots]
+        self.groups = torch.tensor([row for row, _ in found], dtype=torch.int32, device=device)
+        self.numbers = torch.tensor([number for _, number in found], dtype=torch.int64, device=device)
         self._signature = signature
 
 

@@ -9,15 +9,7 @@ per parameter ("somebody has a gradient") and per bucket ("more came after it st
 does), reduce the late ones, and know which parameters to update. A bucket that nobody used in the last round waits
 for that byte, so that a part of the model which is not trained at the moment sends nothing.
 
-# Note [One exchange in flight]
-Extra memory stays below two buckets and one gradient: an exchange holds the flattened bucket and the received
-slices. It is finished before the next bucket is flattened, and as soon as a quarter of a bucket of new gradients
-has piled up beside it. Only the end of backward starts what is left without finishing: ranks that took other paths may
-need this one's part of them before they get here.
-
-# Note [Patience]
-At stage 3 a peer on another path may be waiting for our part of a gather while we wait for its part of an exchange. So
-there the wait in the middle of backward ends after a while, and backward goes on with one more exchange in flight.
+See Note [One exchange in flight] and Note [Patience] in ``exchanges.py``.
 
 # Note [Nested backward]
 Reentrant checkpointing runs a backward inside a backward. Only the end of the outermost one ends a round; a callback
@@ -30,8 +22,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -39,25 +30,11 @@ from torch.autograd.function import BackwardCFunction
 from torch.utils.hooks import unserializable_hook
 
 from zero_shard.buffers import Bucket
-from zero_shard.collectives import Communicator, Pending
-from zero_shard.norms import global_norms
+from zero_shard.collectives import Communicator
 from zero_shard.ops import Kernels
-from zero_shard.stages.slots import GradSlot, flat_gradients
-
-
-class _Hop(Enum):
-    """What an exchange is on its way to."""
-
-    FIRST = "slices of the own shard (stage 0: of this replica's part)"
-    ACROSS = "slices of this replica's part of the shard"
-    BACK = "the other replicas' parts of the shard"
-
-
-class _Exchange(NamedTuple):
-    bucket: Bucket
-    hop: _Hop
-    slices: Tensor  # [K, n]
-    pending: Pending
+from zero_shard.stages.exchanges import Exchanges
+from zero_shard.stages.gradient_norms import GradientNorms
+from zero_shard.stages.slots import GradSlot, PlainGradients, refuse_sparse
 
 
 class Reducer:
@@ -65,7 +42,7 @@ class Reducer:
 
     Args:
         communicator: The ranks; split into shards before the first bucket is added.
-        kernels: flatten_ and reduce_slices_.
+        kernels: flatten_, reduce_slices_ and sum_squares_.
         reduce_dtype: dtype on the wire; None = the parameters'. fp64 gradients always travel as fp64.
         is_eager: Reduce in backward (stages 0, 2, 3), or only when the gradient is read (stage 1).
     """
@@ -82,8 +59,7 @@ class Reducer:
         self.at_backward_end: Callable[[], None] | None = None
         self.at_backward_abandoned: Callable[[], None] | None = None
         self.at_bucket_complete: Callable[[Bucket], None] | None = None
-        self.communicator, self._kernels = communicator, kernels
-        self._reduce_dtype, self._is_eager = reduce_dtype, is_eager
+        self.communicator, self._is_eager = communicator, is_eager
         self._is_alone = communicator.num_ranks == 1
         self._is_synchronizing = True
         self._is_fresh = False  # the gradients on all ranks are reduced and agreed on
@@ -97,11 +73,12 @@ class Reducer:
         self._is_started: list[bool] = []
         self._is_idle: list[bool] = []  # nobody had a gradient in the last round
         self._num_missing: list[int] = []
-        self._exchanges: list[_Exchange] = []
         self.patience_s: float | None = None  # set by the parameters layer
         self._is_impatient = False
         self._local_nbytes = 0
-        self._norms: dict[float, dict[int, Tensor]] = {}  # order -> slot -> norm
+        self.exchanges = Exchanges(communicator, kernels, reduce_dtype)
+        self.plain_gradients = PlainGradients(kernels)
+        self.norms = GradientNorms(self.buckets, self.slots, communicator, kernels, self.plain_gradients)
 
     # ---- set-up --------------------------------------------------------------------------------------------
 
@@ -183,9 +160,7 @@ class Reducer:
         """Forget a backward that an exception ended half-way, on all ranks alike: what it added is dropped."""
         self._is_open = self._is_finish_queued = False
         self._graph_tasks.clear()
-        exchanges, self._exchanges = self._exchanges, []
-        for exchange in exchanges:  # what peers have sent must not stay behind for the next one
-            exchange.pending.wait()
+        self.exchanges.abandon()
         for slot in self.slots:
             slot.local = None
             if self._is_started[slot.bucket.index]:
@@ -228,7 +203,7 @@ class Reducer:
         bucket = slot.bucket
         assert slot.local is not None
         self._local_nbytes += slot.local.nbytes
-        if self._exchanges and 4 * self._local_nbytes > self._exchanges[-1].bucket.full_nbytes:
+        if 4 * self._local_nbytes > self.exchanges.last_nbytes():
             self._make_room()
         self._num_missing[bucket.index] -= 1
         if self._num_missing[bucket.index] == 0:
@@ -326,7 +301,7 @@ class Reducer:
         self._finish_round()
 
     def _finish_round(self) -> None:
-        self._finish_exchanges()
+        self.exchanges.finish()
         num_slots = len(self.slots)
         flags = torch.zeros(num_slots + len(self.buckets), dtype=torch.uint8)
         mine = flags.numpy()
@@ -341,7 +316,7 @@ class Reducer:
             is_late = bool(union[num_slots + bucket.index])
             if is_late or (is_used and not self._is_started[bucket.index]):
                 self._start(bucket)
-                self._finish_exchanges()
+                self.exchanges.finish()
             self._is_idle[bucket.index] = not is_used
         for slot, is_present in zip(self.slots, union[:num_slots].tolist(), strict=True):
             slot.has_reduced |= bool(is_present)
@@ -349,7 +324,7 @@ class Reducer:
                 slot.hand()
             elif slot.handed is not None:  # was pending, and nobody had one
                 slot.handed = slot.param.grad = None
-        self._norms.clear()
+        self.norms.forget()
         self._learn_order()
         self._is_fresh = True
 
@@ -366,63 +341,34 @@ class Reducer:
             self._order, self._has_learned_order = order, True
 
     def _start(self, bucket: Bucket) -> None:
-        """Flatten the local gradients of a bucket, free them, and start to exchange slices."""
-        wire_dtype = bucket.dtype
-        if self._reduce_dtype is not None and bucket.dtype != torch.float64:
-            wire_dtype = self._reduce_dtype
-        wire = torch.empty(bucket.layout.numel, dtype=wire_dtype, device=bucket.device)
+        """Start to reduce the local gradients of a bucket, and free them."""
         slots = self.slots[bucket.slots.start : bucket.slots.stop]
         local = [(slot.position, slot.local) for slot in slots if slot.local is not None]
-        self._kernels.flatten_(wire, *flat_gradients(bucket, local))
         for slot in slots:
             slot.is_sent |= slot.local is not None
             slot.local = None
+        self.exchanges.start(bucket, local)
         self._local_nbytes = 0
         self._is_started[bucket.index] = True
-        hop = self.communicator.shards if bucket.layout.num_shards > 1 else self.communicator.replicas
-        label = f"the gradients of {bucket.label}"
-        slices, pending = self.communicator.exchange(hop, wire, 3 * bucket.index, label)
-        self._exchanges.append(_Exchange(bucket, _Hop.FIRST, slices, pending))
 
     def _make_room(self) -> None:
         """Finish the exchanges in flight in the middle of backward, unless peers keep away (see Note [Patience])."""
-        if not self._finish_exchanges(self.patience_s if not self._is_impatient else 0.0):
+        if not self.exchanges.finish(self.patience_s if not self._is_impatient else 0.0):
             self._is_impatient = True
 
-    def _finish_exchanges(self, patience_s: float | None = None) -> bool:
-        """Wait for exchanges in flight and add their slices to the buckets' gradients; return whether all are done."""
-        while self._exchanges:
-            if not self._exchanges[0].pending.wait(patience_s):
-                return False
-            follow_up = self._advance(self._exchanges.pop(0))
-            if follow_up is not None:
-                self._exchanges.insert(0, follow_up)
-        return True
-
-    def _advance(self, exchange: _Exchange) -> _Exchange | None:
-        """Use what an exchange has brought; return the one that follows where there are replicas."""
-        bucket, hop, slices, _ = exchange
-        communicator, replicas = self.communicator, self.communicator.replicas
-        label = f"the gradients of {bucket.label} across replicas"
-        if hop is _Hop.BACK:
-            return None
-        if hop is _Hop.FIRST and replicas.num_ranks > 1 and bucket.layout.num_shards > 1:
-            partial = torch.empty(bucket.layout.shard_numel, dtype=bucket.math_dtype, device=bucket.device)
-            self._kernels.reduce_slices_(partial, slices, 1, False)
-            slices, pending = communicator.exchange(replicas, partial, 3 * bucket.index, label)
-            return _Exchange(bucket, _Hop.ACROSS, slices, pending)
-        accumulate = bucket.grad is not None
-        if bucket.grad is None:
-            bucket.grad = torch.empty(bucket.layout.shard_numel, dtype=bucket.math_dtype, device=bucket.device)
-        numel = bucket.grad.numel() // replicas.num_ranks
-        own = bucket.grad[replicas.rank * numel : (replicas.rank + 1) * numel]
-        self._kernels.reduce_slices_(own, slices, communicator.num_ranks, accumulate)
-        if replicas.num_ranks == 1:
-            return None
-        pending = communicator.all_gather_(replicas, bucket.grad, 3 * bucket.index, label)
-        return _Exchange(bucket, _Hop.BACK, slices, pending)
-
     # ---- what the optimizer asks for -----------------------------------------------------------------------
+
+    def gradient_of(self, bucket: Bucket) -> tuple[list[Tensor], list[int]]:
+        """Return the mean gradient of the own shard as tensors in memory order, and where in the shard each begins."""
+        if self._is_alone:
+            return self.plain_gradients.of(bucket)
+        assert bucket.grad is not None, f"{bucket.label} has no reduced gradient"
+        return [bucket.grad], [0]
+
+    def norm_of(self, slot: GradSlot, order: float) -> Tensor:
+        """Return the norm of one mean gradient, 0-dim fp64 on the CPU. All ranks call."""
+        self.exchanges.takes_squares |= order == 2
+        return self.norms.norm_of(slot, order)
 
     def take_back_replaced(self) -> None:
         """Move parameters whose data the user has replaced back into their buckets. Local."""
@@ -434,62 +380,11 @@ class Reducer:
         """Return one byte per slot: 1 if the parameter has a gradient. After `collect`, equal on all ranks."""
         flags = bytearray(len(self.slots))
         for slot in self.slots:
-            flags[slot.index] = slot.param.grad is not None
+            grad = slot.param.grad
+            flags[slot.index] = grad is not None
+            if grad is not None and grad.layout != torch.strided:
+                refuse_sparse(slot.name, grad)
         return torch.frombuffer(flags, dtype=torch.uint8) if flags else torch.zeros(0, dtype=torch.uint8)
-
-    def gradient_of(self, bucket: Bucket) -> Tensor:
-        """Return the mean gradient of the own shard [n], fp32 or fp64. Valid until the next call."""
-        if not self._is_alone:
-            assert bucket.grad is not None, f"{bucket.label} has no reduced gradient"
-            return bucket.grad
-        flat = torch.empty(bucket.layout.numel, dtype=bucket.math_dtype, device=bucket.device)
-        self._kernels.flatten_(flat, *flat_gradients(bucket, self._plain_gradients(bucket)))
-        return flat
-
-    def _plain_gradients(self, bucket: Bucket) -> list[tuple[int, Tensor]]:
-        found = []
-        for position, param in enumerate(bucket.params):
-            if param.grad is not None:
-                if param.grad.layout != torch.strided:
-                    raise RuntimeError(
-                        f"the gradient of {bucket.names[position]} has layout {param.grad.layout}, expected "
-                        "torch.strided; build the embedding with sparse=False"
-                    )
-                found.append((position, param.grad.detach()))
-        return found
-
-    def gradient_parts(self, is_owned: Tensor) -> Iterator[Tensor]:
-        """Yield this rank's parts of the whole mean gradient, for norms, one bucket at a time. After `collect`.
-
-        Args:
-            is_owned: [P] uint8 on the CPU: the parameter is in a group; others do not count.
-        """
-        owned = is_owned.numpy()
-        for bucket in self.buckets:
-            counts = owned[bucket.slots.start : bucket.slots.stop]
-            grad = self.gradient_of(bucket) if self._is_alone else bucket.grad
-            if grad is not None and counts.all():
-                yield grad
-            elif grad is not None:
-                for position in counts.nonzero()[0].tolist():
-                    yield bucket.local_part(grad, position)
-            del grad
-
-    def norm_of(self, slot: GradSlot, order: float) -> Tensor:
-        """Return the norm of one mean gradient, 0-dim fp64 on the CPU. All ranks call.
-
-        The norms of all gradients are taken in one message and kept until one is reduced or accessed, as clipping code
-        asks for them one by one.
-        """
-        if order not in self._norms:
-            slots = [each for each in self.slots if each.has_reduced]
-            norms = global_norms([each.reduced_part() for each in slots], order, self.communicator)
-            self._norms[order] = {each.index: norm for each, norm in zip(slots, norms, strict=True)}
-        return self._norms[order].get(slot.index, torch.zeros((), dtype=torch.float64))
-
-    def forget_norms(self) -> None:
-        """Forget the norms that were taken: gradients may have changed. All ranks do so at the same call."""
-        self._norms.clear()
 
     def zero_grad(self, set_to_none: bool) -> None:
         """Drop all gradients, or set them to zero."""
@@ -506,7 +401,8 @@ class Reducer:
                 bucket.grad = None
             elif bucket.grad is not None:
                 bucket.grad.zero_()
-        self._norms.clear()
+                bucket.has_sums = False
+        self.norms.forget()
         self._is_fresh = self._is_fresh and not set_to_none
 
     def after_step(self) -> None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NoReturn, Protocol
 
 import torch
 from torch import Tensor
 
 from zero_shard.buffers import Bucket
 from zero_shard.collectives import Communicator
+from zero_shard.ops import Kernels
 from zero_shard.sharded_grad import ShardedGrad
 
 
@@ -24,9 +26,6 @@ class GradOwner(Protocol):
 
     def norm_of(self, slot: GradSlot, order: float) -> Tensor:
         """Return the norm of one mean gradient; all ranks call."""
-
-    def forget_norms(self) -> None:
-        """Note that gradients may change."""
 
 
 class GradSlot:
@@ -91,9 +90,9 @@ class GradSlot:
         agreed = self._alive().communicator.agree(torch.tensor([int(flag)]), "max", f"a flag of {self.name}")
         return bool(agreed.item())
 
-    def forget_norms(self) -> None:
-        """Note that the gradient may change."""
-        self._alive().forget_norms()
+    def note_access(self) -> None:
+        """Note that the gradient may change. Local."""
+        self.bucket.has_sums = False
 
     def _alive(self) -> GradOwner:
         owner = self._owner()
@@ -108,10 +107,7 @@ class GradSlot:
         grad = self.param.grad
         assert grad is not None
         if grad.layout != torch.strided:
-            raise RuntimeError(
-                f"the gradient of {self.name} has layout {grad.layout}, expected torch.strided; "
-                "build the embedding with sparse=False"
-            )
+            refuse_sparse(self.name, grad)
         self.local = grad.detach()
         self.param.grad = None
 
@@ -137,26 +133,82 @@ class GradSlot:
         """Forget everything about the gradient: the user took it away."""
         if self.has_reduced and self.bucket.grad is not None:
             self.bucket.local_part(self.bucket.grad, self.position).zero_()
+            self.bucket.has_sums = False
         self.local, self.handed, self.has_reduced = None, None, False
 
 
 def flat_gradients(bucket: Bucket, gradients: Sequence[tuple[int, Tensor]]) -> tuple[list[Tensor], list[int]]:
-    """Return gradients in the memory order of their slots, and the slots' offsets.
+    """Return gradients (aliases) in the memory order of their slots, and the slots' offsets.
 
     Args:
         gradients: Position in the bucket and full gradient, ascending.
     Raises:
         RuntimeError: A gradient has another shape than its parameter.
     """
-    tensors, offsets = [], []
-    for position, grad in gradients:
-        view = bucket.views[position]
-        if grad.shape != view.shape:
-            raise RuntimeError(
-                f"the gradient of {bucket.names[position]} has shape {tuple(grad.shape)}, expected {tuple(view.shape)}"
-            )
-        if grad.stride() != view.stride():
-            grad = torch.empty_strided(view.shape, view.stride(), dtype=grad.dtype, device=grad.device).copy_(grad)
-        tensors.append(grad)
-        offsets.append(bucket.layout.slots[position].offset)
-    return tensors, offsets
+    tensors = [bucket.in_memory_order(position, grad) for position, grad in gradients]
+    return tensors, [bucket.layout.slots[position].offset for position, _ in gradients]
+
+
+def plain_gradients(bucket: Bucket) -> list[tuple[int, Tensor]]:
+    """Return position and ``param.grad`` of the parameters that have one.
+
+    Raises:
+        RuntimeError: A gradient is sparse.
+    """
+    found = []
+    for position, param in enumerate(bucket.params):
+        grad = param.grad
+        if grad is not None:
+            if grad.layout != torch.strided:
+                refuse_sparse(bucket.names[position], grad)
+            found.append((position, grad))
+    return found
+
+
+class PlainGradients:
+    """The gradients of a world of one, where autograd left them."""
+
+    def __init__(self, kernels: Kernels) -> None:
+        self._kernels = kernels
+        self._kept: dict[int, tuple[list[Tensor], list[int]]] | None = None
+
+    @contextmanager
+    def steady(self) -> Iterator[None]:
+        """Look for gradients only once inside: nothing may change them."""
+        self._kept = {}
+        try:
+            yield
+        finally:
+            self._kept = None
+
+    def of(self, bucket: Bucket) -> tuple[list[Tensor], list[int]]:
+        """Return the gradients of a bucket as contiguous tensors in memory order, and where in the shard each begins.
+
+        Gradients of mixed dtypes are flattened into one tensor of the dtype of the arithmetic. Called in every step:
+        torch has seen to it that a gradient has its parameter's shape.
+        """
+        if self._kept is not None and bucket.index in self._kept:
+            return self._kept[bucket.index]
+        tensors, offsets = [], []
+        for position, grad in plain_gradients(bucket):
+            order = bucket.memory_orders[position]
+            tensors.append(grad if order is None else grad.permute(order))
+            offsets.append(bucket.layout.slots[position].offset)
+        dtypes = {grad.dtype for grad in tensors}
+        if not (len(dtypes) <= 1 and dtypes <= {bucket.dtype, bucket.math_dtype}):
+            flat = torch.empty(bucket.layout.numel, dtype=bucket.math_dtype, device=bucket.device)
+            self._kernels.flatten_(flat, tensors, offsets, None)
+            return [flat], [0]
+        if not all(grad.is_contiguous() for grad in tensors):
+            return [grad.contiguous() for grad in tensors], offsets  # copies are not kept
+        if self._kept is not None:
+            self._kept[bucket.index] = (tensors, offsets)
+        return tensors, offsets
+
+
+def refuse_sparse(name: str, grad: Tensor) -> NoReturn:
+    """Raise for a sparse gradient."""
+    raise RuntimeError(
+        f"the gradient of {name} has layout {grad.layout}, expected torch.strided; "
+        "build the embedding with sparse=False"
+    )

@@ -1,0 +1,121 @@
+"""Exchanges in flight: flattened gradients on their way to the ranks that own them, and what becomes of them there.
+
+local gradients -> flatten [N] -> exchange -> slices [K, n] -> ordered fp32 sum / W (+ squares) -> bucket.grad [n]
+
+# Note [One exchange in flight]
+Extra memory stays below two buckets and one gradient: an exchange holds the flattened bucket and the received
+slices. It is finished before the next bucket is flattened, and as soon as a quarter of a bucket of new gradients
+has piled up beside it. Only the end of backward starts what is left without finishing: ranks that took other paths may
+need this one's part of them before they get here.
+
+# Note [Patience]
+At stage 3 a peer on another path may be waiting for our part of a gather while we wait for its part of an exchange. So
+there the wait in the middle of backward ends after a while, and backward goes on with one more exchange in flight.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from enum import Enum
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from zero_shard.buffers import Bucket
+from zero_shard.collectives import Communicator, Pending
+from zero_shard.ops import Kernels
+from zero_shard.stages.slots import flat_gradients
+
+
+class _Hop(Enum):
+    """What an exchange is on its way to."""
+
+    FIRST = "slices of the own shard (stage 0: of this replica's part)"
+    ACROSS = "slices of this replica's part of the shard"
+    BACK = "the other replicas' parts of the shard"
+
+
+class _Exchange(NamedTuple):
+    bucket: Bucket
+    hop: _Hop
+    slices: Tensor  # [K, n]
+    pending: Pending
+
+
+class Exchanges:
+    """Starts exchanges, and adds what they bring to the gradients of their buckets.
+
+    Args:
+        communicator: The ranks.
+        kernels: flatten_ and reduce_slices_.
+        reduce_dtype: dtype on the wire; None = the parameters'. fp64 gradients always travel as fp64.
+    """
+
+    def __init__(self, communicator: Communicator, kernels: Kernels, reduce_dtype: torch.dtype | None) -> None:
+        self._communicator, self._kernels, self._reduce_dtype = communicator, kernels, reduce_dtype
+        self._in_flight: list[_Exchange] = []
+        self.takes_squares = False  # somebody asks for norms: take the sums of squares while reducing
+
+    def start(self, bucket: Bucket, gradients: Sequence[tuple[int, Tensor]]) -> None:
+        """Flatten full gradients of a bucket and start to exchange slices. All ranks call in the same order.
+
+        Args:
+            gradients: Position in the bucket and gradient, ascending; others count as zero.
+        """
+        wire_dtype = bucket.dtype
+        if self._reduce_dtype is not None and bucket.dtype != torch.float64:
+            wire_dtype = self._reduce_dtype
+        wire = torch.empty(bucket.layout.numel, dtype=wire_dtype, device=bucket.device)
+        self._kernels.flatten_(wire, *flat_gradients(bucket, gradients), None)
+        hop = self._communicator.shards if bucket.layout.num_shards > 1 else self._communicator.replicas
+        label = f"the gradients of {bucket.label}"
+        slices, pending = self._communicator.exchange(hop, wire, 3 * bucket.index, label)
+        self._in_flight.append(_Exchange(bucket, _Hop.FIRST, slices, pending))
+
+    def last_nbytes(self) -> float:
+        """Bytes of the bucket whose exchange was started last; inf if none is in flight."""
+        return self._in_flight[-1].bucket.full_nbytes if self._in_flight else math.inf
+
+    def finish(self, patience_s: float | None = None) -> bool:
+        """Wait for exchanges in flight and add their slices to the buckets' gradients; return whether all are done."""
+        while self._in_flight:
+            if not self._in_flight[0].pending.wait(patience_s):
+                return False
+            follow_up = self._advance(self._in_flight.pop(0))
+            if follow_up is not None:
+                self._in_flight.insert(0, follow_up)
+        return True
+
+    def abandon(self) -> None:
+        """Wait for exchanges in flight and drop what they bring: it must not stay behind for the next ones."""
+        in_flight, self._in_flight = self._in_flight, []
+        for exchange in in_flight:
+            exchange.pending.wait()
+
+    def _advance(self, exchange: _Exchange) -> _Exchange | None:
+        """Use what an exchange has brought; return the one that follows where there are replicas."""
+        bucket, hop, slices, _ = exchange
+        communicator, replicas = self._communicator, self._communicator.replicas
+        label = f"the gradients of {bucket.label} across replicas"
+        if hop is _Hop.BACK:
+            return None
+        if hop is _Hop.FIRST and replicas.num_ranks > 1 and bucket.layout.num_shards > 1:
+            partial = torch.empty(bucket.layout.shard_numel, dtype=bucket.math_dtype, device=bucket.device)
+            self._kernels.reduce_slices_(partial, slices, 1, False, None, None)
+            slices, pending = communicator.exchange(replicas, partial, 3 * bucket.index, label)
+            return _Exchange(bucket, _Hop.ACROSS, slices, pending)
+        accumulate = bucket.grad is not None
+        if bucket.grad is None:
+            bucket.grad = torch.empty(bucket.layout.shard_numel, dtype=bucket.math_dtype, device=bucket.device)
+        table, sums = (bucket.part_table, bucket.sums) if self.takes_squares else (None, None)
+        own = bucket.grad[bucket.part_range]
+        self._kernels.reduce_slices_(own, slices, communicator.num_ranks, accumulate, table, sums)
+        bucket.has_sums = False
+        if sums is not None:
+            bucket.note_sums()
+        if replicas.num_ranks == 1:
+            return None
+        pending = communicator.all_gather_(replicas, bucket.grad, 3 * bucket.index, label)
+        return _Exchange(bucket, _Hop.BACK, slices, pending)
