@@ -1,0 +1,26 @@
+"""The command ``zero-shard``, also ``python -m zero_shard``."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+import zero_shard
+from zero_shard import doctor
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a subcommand and return its exit code."""
+    parser = argparse.ArgumentParser(prog="zero-shard", description=zero_shard.__doc__)
+    parser.add_argument("--version", action="version", version=f"zero_shard {zero_shard.__version__}")
+    commands = parser.add_subparsers(required=True, metavar="command")
+    examine = commands.add_parser(
+        "doctor",
+        help="which kernels are active and why, a self-check of each operator, and the measured bandwidth",
+        description="Exits with 0 if all is well, with 1 if a self-check fails.",
+    )
+    examine.add_argument("--json", action="store_true", help="print JSON")
+    examine.set_defaults(run=lambda given: doctor.run(is_json=given.json))
+    given = parser.parse_args(arguments)
+    code: int = given.run(given)
+    return code
