@@ -220,7 +220,7 @@ def _lists(
     for start, numel, index in pieces:
         for tensors, flat in zip(lists[1:], shard, strict=True):
             tensors.append(flat[start : start + numel])
-        grad = grads[index][start - offsets[index] : start - offsets[index] + numel]
+        grad = grads[index].view(-1)[start - offsets[index] : start - offsets[index] + numel]
         lists.grads.append(grad if factor is None else grad * factor)
     return lists
 

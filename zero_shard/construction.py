@@ -88,11 +88,11 @@ class Builder:
                     f"parameter {name} has dtype {param.dtype}, and master='stochastic' rounds bfloat16 weights only; "
                     "use master='auto', or bfloat16"
                 )
-            if config.kernels == "apex" and self._storage(param) != Storage(torch.float32):
+            has_plain_state = param.dtype == torch.float32 and config.state_dtype == torch.float32
+            if config.kernels == "apex" and not has_plain_state:
                 raise ValueError(
-                    f"parameter {name} ({param.dtype}, master={config.master!r}, state_dtype={config.state_dtype}) "
-                    "can't be updated by kernels='apex', which keeps fp32 moments and no master; use kernels='auto', "
-                    "or master='none' and state_dtype='float32'"
+                    f"parameter {name} ({param.dtype}, state_dtype={config.state_dtype}) can't be updated by "
+                    "kernels='apex', which takes float32 parameters with float32 moments; use kernels='auto'"
                 )
             if param.layout != torch.strided:
                 raise NotImplementedError(f"parameter {name} has layout {param.layout}, expected torch.strided")
