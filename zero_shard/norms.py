@@ -29,7 +29,7 @@ _SMALLEST_EXPONENT = -900
 def norm_of_square_sums(pairs: Tensor, is_double: bool, kernels: Kernels, communicator: Communicator) -> Tensor:
     """Return the 2-norm of a vector of which each rank holds sums of squares of its parts. All ranks call.
 
-    On a GPU whose process group is NCCL nothing waits for the device.
+    Reads nothing back to the host where the tensors and the process group (NCCL) are a GPU's; not yet run on one.
 
     Args:
         pairs: [K, 2] fp64, high and low halves of sums; K may differ from rank to rank.

@@ -1,9 +1,8 @@
 // Part of loops.cpp: asking memory for what will be needed.
 
 // Note [Prefetch]: square roots and divisions keep so many instructions in flight that a core does not look far enough
-// ahead for memory to stream. Measured on a Xeon with AVX-512, one thread: the float32 update takes 1.25 ns an element
-// from memory and 1.07 ns with prefetching, as much as a loop of the same traffic with hardly any arithmetic; sums of
-// squares 0.33 and 0.27 ns; the sum of 8 slices 2.5 and 2.2 ns.
+// ahead for memory to stream. With prefetching the float32 update is as fast as a loop of the same traffic with hardly
+// any arithmetic (benchmarks/bench_step.py).
 constexpr int64_t kAheadNumel = 512;  // elements; half to twice that make no difference
 constexpr int64_t kLineNbytes = 64;
 
