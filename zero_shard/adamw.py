@@ -7,6 +7,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from itertools import compress
 from typing import Any
 
 import torch
@@ -340,23 +341,29 @@ class AdamW(torch.optim.AdamW):
         reducer = self._reducer
         updated = self._tables.begin_step(flags, reducer.slots, self.param_groups, self._found_inf)
         is_updated = updated.numpy()
+        calls, changed = [], []  # all of Python first: the kernels drive it out of the caches
         for bucket in reducer.buckets:
-            if is_updated[bucket.slots.start : bucket.slots.stop].any():
-                self._update_bucket(bucket)
-                self._stage.publish(bucket)
+            flags_here = is_updated[bucket.slots.start : bucket.slots.stop]
+            if flags_here.any():
+                calls.append((bucket, self._arguments(bucket)))
+                changed.append(bucket.params if flags_here.all() else list(compress(bucket.params, flags_here)))
+        for bucket, arguments in calls:
+            self._kernels.adamw_(*arguments)
+            self._stage.publish(bucket)
         self._stage.finish_publishing()
         with torch._C.DisableTorchFunctionSubclass():
-            params = [reducer.slots[index].param for index in updated.nonzero().flatten().tolist()]
-            torch.autograd.graph.increment_version(params)
+            for params in changed:
+                torch.autograd.graph.increment_version(params)
         self._expose_state(updated)
 
-    def _update_bucket(self, bucket: Bucket) -> None:
+    def _arguments(self, bucket: Bucket) -> tuple[Any, ...]:
+        """Return what ``adamw_`` takes to update a bucket."""
         bucket.allocate_state()
         if bucket.max_exp_avg_sq is None and any(group["amsgrad"] for group in self.param_groups):
             bucket.allocate_max_exp_avg_sq()
             self._is_exposed.zero_()
         scale, found_inf = self._clip_coefficient, self._found_inf
-        self._kernels.adamw_(
+        return (
             bucket.shard,
             bucket.low,
             *self._reducer.gradient_of(bucket),

@@ -45,6 +45,8 @@ class Builder:
         self._names: dict[nn.Parameter, str] = {}
         self._known: set[int] = set()  # ids of parameters in a bucket or compared at the start
         self._bucketed: set[int] = set()
+        self._seen: list[list[int]] = []  # ids of the parameters of the groups when `_waiting` was made
+        self._waiting: list[nn.Parameter] = []  # those without a bucket
         self._num_shards = 0
 
     # ---- names and checks ----------------------------------------------------------------------------------
@@ -118,7 +120,11 @@ class Builder:
 
     def has_new_params(self, groups: Sequence[dict[str, Any]]) -> bool:
         """Whether a parameter of the groups has no bucket yet though it trains. Local, equal on all ranks."""
-        return any(p.requires_grad and id(p) not in self._bucketed for group in groups for p in group["params"])
+        seen = [list(map(id, group["params"])) for group in groups]
+        if seen != self._seen:
+            self._waiting = [p for group in groups for p in group["params"] if id(p) not in self._bucketed]
+            self._seen = seen
+        return any(param.requires_grad for param in self._waiting)
 
     def _bucket_nbytes(self, named: Sequence[NamedParam]) -> int:
         total = sum(param.numel() * param.element_size() for _, param in named)
@@ -142,6 +148,7 @@ class Builder:
         self._build_buckets([each for each in named if id(each[1]) not in self._bucketed], nbytes)
         self._settle_rest(named)
         self._known.update(id(param) for _, param in named)
+        self._seen = []
 
     def _build_units(self, stage: ParameterSharding, nbytes: int) -> None:
         assert self._module is not None

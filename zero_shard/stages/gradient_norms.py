@@ -11,7 +11,7 @@ from zero_shard.buffers import Bucket, version_of
 from zero_shard.collectives import Communicator
 from zero_shard.norms import global_norm, norm_of_square_sums, norms_of_parts, norms_of_sums
 from zero_shard.ops import Kernels
-from zero_shard.stages.slots import GradSlot, PlainGradients, plain_gradients
+from zero_shard.stages.slots import GradSlot, PlainGradients
 
 
 class GradientNorms:
@@ -102,7 +102,7 @@ class GradientNorms:
 
     def _buckets_with_gradients(self) -> Iterator[Bucket]:
         for bucket in self._buckets:
-            has_plain = self._is_alone and any(param.grad is not None for param in bucket.params)
+            has_plain = self._is_alone and len(self._plain.present(bucket)[1]) > 0
             if has_plain or bucket.grad is not None:
                 yield bucket
 
@@ -122,7 +122,7 @@ class GradientNorms:
     def _parts_of(self, bucket: Bucket) -> Iterator[tuple[int, Tensor]]:
         """Yield the position and the 1-d part of each gradient of a bucket that this rank speaks for."""
         if self._is_alone:
-            for position, grad in plain_gradients(bucket):
+            for position, grad in zip(*self._plain.present(bucket), strict=True):
                 yield position, grad.reshape(-1)
             return
         assert bucket.grad is not None

@@ -379,12 +379,15 @@ class Reducer:
     def active_flags(self) -> Tensor:
         """Return one byte per slot: 1 if the parameter has a gradient. After `collect`, equal on all ranks."""
         flags = bytearray(len(self.slots))
+        if self._is_alone:
+            self.plain_gradients.mark(flags, self.buckets)
+            return _as_tensor(flags)
         for slot in self.slots:
             grad = slot.param.grad
             flags[slot.index] = grad is not None
             if grad is not None and grad.layout != torch.strided:
                 refuse_sparse(slot.name, grad)
-        return torch.frombuffer(flags, dtype=torch.uint8) if flags else torch.zeros(0, dtype=torch.uint8)
+        return _as_tensor(flags)
 
     def zero_grad(self, set_to_none: bool) -> None:
         """Drop all gradients, or set them to zero."""
@@ -428,6 +431,10 @@ class Reducer:
                 has_reduced |= slot.has_reduced
             if not has_reduced:
                 bucket.grad = None
+
+
+def _as_tensor(flags: bytearray) -> Tensor:
+    return torch.frombuffer(flags, dtype=torch.uint8) if flags else torch.zeros(0, dtype=torch.uint8)
 
 
 _open_reducers: weakref.WeakSet[Reducer] = weakref.WeakSet()
