@@ -115,7 +115,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     report: dict[str, Any] = {"environment": environment(["benchmarks/bench_step.py", *words]), "loss_curve": None}
     if not settings.no_loss_curve and (not settings.quick or settings.steps):
-        report["loss_curve"] = loss_curves(settings.steps, max(settings.threads))
+        report["loss_curve"] = loss_curves(settings.steps)
     report["runs"] = [_run_child(threads, words) for threads in settings.threads]
     print("\n".join(report_lines(report)))
     if settings.out is not None:

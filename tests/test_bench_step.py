@@ -142,11 +142,11 @@ def test_targets_compare_medians() -> None:
 def test_loss_curve_says_why_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loss_curve, "ROOT", Path("/nonexistent"))
     with pytest.raises(FileNotFoundError):
-        loss_curve.loss_curves(1, 1)
+        loss_curve.loss_curves(1)
     monkeypatch.undo()
     result = subprocess.CompletedProcess([], 1, "", "Traceback\nNotImplementedError: no int8")
     monkeypatch.setattr(loss_curve.subprocess, "run", lambda *args, **kwargs: result)
-    curves = loss_curve.loss_curves(1, 1)
+    curves = loss_curve.loss_curves(1)
     assert curves["missing"].endswith("failed: NotImplementedError: no int8")
     assert "not measured (examples/train_gpt.py" in loss_curve.loss_line(curves)
 

@@ -13,7 +13,10 @@ from step_bench import ROOT, child_variables, say
 from step_bench.targets import Target
 
 
-def loss_curves(steps: int | None, threads: int) -> dict[str, Any]:
+NUM_RANKS = 2  # as `make train` runs it
+
+
+def loss_curves(steps: int | None) -> dict[str, Any]:
     """Train the example's GPT with fp32 and with 8-bit moments, alike in all else, and compare the logged losses.
 
     Returns:
@@ -26,10 +29,11 @@ def loss_curves(steps: int | None, threads: int) -> dict[str, Any]:
             text = (ROOT / "examples" / "gpt.toml").read_text()
             config.write_text(text.replace("[zero]", f'[zero]\nstate_dtype = "{dtype}"', 1))
             out = Path(directory) / dtype
-            command = [sys.executable, str(ROOT / "examples" / "train_gpt.py"), "--config", str(config)]
+            command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={NUM_RANKS}"]
+            command += [str(ROOT / "examples" / "train_gpt.py"), "--config", str(config)]
             command += ["--out", str(out), *(["--steps", str(steps)] if steps else [])]
             say(f"the GPT example, {dtype} moments")
-            result = subprocess.run(command, capture_output=True, text=True, env=child_variables(threads), check=False)
+            result = subprocess.run(command, capture_output=True, text=True, env=child_variables(1), check=False)
             if result.returncode != 0:
                 reason = (result.stderr.strip().splitlines() or ["no message"])[-1]
                 return {"missing": f"examples/train_gpt.py with {dtype} moments failed: {reason[:200]}"}
