@@ -12,7 +12,6 @@ from typing import Any
 from step_bench import ROOT, child_variables, say
 from step_bench.targets import Target
 
-
 NUM_RANKS = 2  # as `make train` runs it
 
 
