@@ -31,7 +31,9 @@ from torch.utils.hooks import unserializable_hook
 
 from zero_shard.buffers import Bucket
 from zero_shard.collectives import Communicator
+from zero_shard.norms import global_norm
 from zero_shard.ops import Kernels
+from zero_shard.sharded_grad import ShardedGrad
 from zero_shard.stages.exchanges import Exchanges
 from zero_shard.stages.gradient_norms import GradientNorms
 from zero_shard.stages.slots import GradSlot, PlainGradients, refuse_sparse
@@ -98,7 +100,7 @@ class Reducer:
         self._has_learned_order = False
 
     def _attach(self, slot: GradSlot) -> None:
-        if self._is_alone or slot.is_attached or not slot.param.requires_grad:
+        if self._is_alone or slot.hooks is not None or not slot.param.requires_grad:
             return
         # Weak: hooks live in C++ beside the parameter, where the garbage collector sees no cycle.
         reducer, index = weakref.ref(self), slot.index
@@ -114,11 +116,9 @@ class Reducer:
             if alive is not None:
                 alive._after_accumulate(alive.slots[index])
 
-        slot.is_attached = True
-        self.handles += [
-            slot.param.register_hook(before),
-            slot.param.register_post_accumulate_grad_hook(after),
-        ]
+        last = slot.param.register_post_accumulate_grad_hook(after)
+        slot.hooks = last.hooks_dict_ref(), last.id
+        self.handles += [slot.param.register_hook(before), last]
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -165,6 +165,7 @@ class Reducer:
             slot.local = None
             if self._is_started[slot.bucket.index]:
                 slot.handed, slot.has_reduced = None, False
+                slot.generation += 1
             slot.param.grad = slot.handed
         for bucket in self.buckets:
             bucket.grad = None if self._is_started[bucket.index] else bucket.grad
@@ -190,18 +191,25 @@ class Reducer:
                 f"backward reached {slot.name} while it was released: its module was used outside of the forward that "
                 "gathers it. Name the module that uses it in the config's units, or wrap the use in zero_shard.gathered"
             )
-        if param.grad is not None and param.grad is slot.handed:
-            param.grad = None
+        grad = param.grad
+        if grad is not None:
+            if isinstance(grad, ShardedGrad) and grad is not slot.handed:
+                slot.adopt(grad)
+            if param.grad is slot.handed:
+                param.grad = None
+        assert slot.hooks is not None
+        hooks, key = slot.hooks
+        if next(reversed(hooks)) != key:
+            hooks.move_to_end(key)  # the user's come first: they see this rank's gradient, and may change it
         if slot.local is not None:
             param.grad, slot.local = slot.local, None  # autograd adds to it in place
 
     def _after_accumulate(self, slot: GradSlot) -> None:
         slot.take()
-        if slot.is_ready:
-            return  # a second contribution in this backward waits for the end of the round
+        if slot.is_ready or slot.local is None:
+            return  # a second contribution in this backward waits for the end of the round; or a hook has dropped it
         slot.is_ready = True
         bucket = slot.bucket
-        assert slot.local is not None
         self._local_nbytes += slot.local.nbytes
         if 4 * self._local_nbytes > self.exchanges.last_nbytes():
             self._make_room()
@@ -370,6 +378,10 @@ class Reducer:
         self.exchanges.takes_squares |= order == 2
         return self.norms.norm_of(slot, order)
 
+    def norm_of_part(self, part: Tensor, order: float) -> Tensor:
+        """Return the norm of a tensor of which each rank has a part, 0-dim on the CPU. All ranks call."""
+        return global_norm([part], order, self.communicator)
+
     def take_back_replaced(self) -> None:
         """Move parameters whose data the user has replaced back into their buckets. Local."""
         for bucket in self.buckets:
@@ -393,9 +405,11 @@ class Reducer:
         """Drop all gradients, or set them to zero."""
         if self._is_open:  # a backward that failed half-way
             self.abandon_backward()
+        if not set_to_none:
+            self._notice_drops()
         for slot in self.slots:
             if set_to_none or slot.handed is None:
-                slot.local, slot.handed, slot.has_reduced = None, None, False
+                slot.forget()
                 slot.param.grad = None if set_to_none else slot.param.grad
             elif slot.local is not None:
                 slot.local.zero_()
@@ -427,7 +441,10 @@ class Reducer:
             has_reduced = False
             for slot in self.slots[bucket.slots.start : bucket.slots.stop]:
                 if slot.handed is not None and slot.param.grad is not slot.handed:
-                    slot.drop()
+                    if isinstance(slot.param.grad, ShardedGrad):
+                        slot.adopt(slot.param.grad)
+                    else:
+                        slot.drop()
                 has_reduced |= slot.has_reduced
             if not has_reduced:
                 bucket.grad = None

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import NoReturn, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -27,6 +29,9 @@ class GradOwner(Protocol):
     def norm_of(self, slot: GradSlot, order: float) -> Tensor:
         """Return the norm of one mean gradient; all ranks call."""
 
+    def norm_of_part(self, part: Tensor, order: float) -> Tensor:
+        """Return the norm of a tensor of which each rank has a part; all ranks call."""
+
 
 class GradSlot:
     """The gradient of one parameter between autograd and its bucket.
@@ -37,6 +42,8 @@ class GradSlot:
         has_reduced: The bucket's ``grad`` holds a mean gradient of this parameter.
         is_ready: The gradient has arrived in the present backward.
         is_sent: A local gradient has gone into the exchange of the present round.
+        generation: Grows when the gradient is dropped: a ShardedGrad of an older one raises.
+        hooks: The hooks after accumulation of the parameter, and the key of ours among them.
     """
 
     def __init__(
@@ -53,7 +60,9 @@ class GradSlot:
         self.has_reduced = False
         self.is_ready = False
         self.is_sent = False
-        self.is_attached = False
+        self.hooks: tuple[OrderedDict[int, Any], int] | None = None
+        self.generation = 0
+        self._sharded: ShardedGrad | None = None  # kept from step to step
         self._owner = weakref.ref(owner)
 
     # ---- what a ShardedGrad asks for -----------------------------------------------------------------------
@@ -68,27 +77,48 @@ class GradSlot:
             return torch.zeros(numel, dtype=self.bucket.math_dtype, device=self.bucket.device)
         return self.bucket.local_part(self.bucket.grad, self.position)
 
-    def gather_full(self) -> Tensor:
-        """Return the full mean gradient in the parameter's shape, fp32 or fp64. All ranks call."""
-        part = self.reduced_part()
+    def gather_full(self, part: Tensor) -> Tensor:
+        """Return the full tensor [shape of the parameter] of which each rank has a part [n]. All ranks call."""
         bucket, communicator = self.bucket, self._alive().communicator
-        flat = part.new_zeros(bucket.layout.numel)
-        bucket.local_part(flat[bucket.own_range], self.position).copy_(part)
+        wire = part.to(torch.uint8) if part.dtype == torch.bool else part
+        flat = wire.new_zeros(bucket.layout.numel)
+        bucket.local_part(flat[bucket.own_range], self.position).copy_(wire)
         communicator.all_gather_(
             communicator.shards, flat, 3 * bucket.index + 2, f"the full gradient of {self.name}"
         ).wait()
         view = bucket.views[self.position]
         return flat.as_strided(view.shape, view.stride(), bucket.layout.slots[self.position].offset).clone()
 
+    def own_part(self, full: Tensor) -> Tensor:
+        """Return the own part [n] of a full tensor, or of one that expands to the parameter's shape. Local."""
+        bucket, segment = self.bucket, self.bucket.segment_of.get(self.position)
+        full = full.expand(self.param.shape)
+        if segment is None:
+            return full.new_empty(0)
+        flat = bucket.in_memory_order(self.position, full).reshape(-1)
+        return flat[segment.param_start : segment.param_start + segment.numel]
+
+    def counted_part(self, part: Tensor) -> Tensor:
+        """Return what of the own part this rank speaks for among replicas. Local."""
+        segment = self.bucket.segment_of.get(self.position)
+        if segment is None:
+            return part
+        spoken = self.bucket.part_range
+        start, stop = max(spoken.start - segment.shard_start, 0), max(spoken.stop - segment.shard_start, 0)
+        return part[start:stop]
+
     def norm(self, order: float) -> Tensor:
         """Return the norm of the mean gradient, 0-dim fp64 on the CPU. All ranks call."""
         self.reduced_part()
         return self._alive().norm_of(self, order)
 
-    def any_rank(self, flag: bool) -> bool:
-        """Return whether ``flag`` is set on any rank. All ranks call."""
-        agreed = self._alive().communicator.agree(torch.tensor([int(flag)]), "max", f"a flag of {self.name}")
-        return bool(agreed.item())
+    def norm_of_part(self, part: Tensor, order: float) -> Tensor:
+        """Return the norm of a tensor of which each rank has a part, 0-dim on the CPU. All ranks call."""
+        return self._alive().norm_of_part(self.counted_part(part), order)
+
+    def from_all_ranks(self, values: Tensor) -> Tensor:
+        """Return [W, n] from a small tensor [n] of each rank. All ranks call."""
+        return self._alive().communicator.all_gather_small(values, f"what ranks know of the gradient of {self.name}")
 
     def note_access(self) -> None:
         """Note that the gradient may change. Local."""
@@ -103,38 +133,75 @@ class GradSlot:
     # ---- what the reducer does -----------------------------------------------------------------------------
 
     def take(self) -> None:
-        """Take ``param.grad`` as this rank's local gradient and leave None."""
+        """Take what is in ``param.grad``: this rank's local gradient (then None is left), or the mean gradient."""
         grad = self.param.grad
-        assert grad is not None
-        if grad.layout != torch.strided:
-            refuse_sparse(self.name, grad)
-        self.local = grad.detach()
-        self.param.grad = None
+        if isinstance(grad, ShardedGrad):
+            self.adopt(grad)
+        elif grad is not None:
+            if grad.layout != torch.strided:
+                refuse_sparse(self.name, grad)
+            self.local = grad.detach()
+            self.param.grad = None
+
+    def adopt(self, grad: ShardedGrad) -> None:
+        """Make a sharded tensor in ``param.grad`` the mean gradient: the user put it there (``p.grad = p.grad * 0.5``).
+
+        Raises:
+            NotImplementedError: It belongs to another parameter.
+        """
+        if grad.source is not self:
+            raise NotImplementedError(
+                f"p.grad of {self.name} was set to a sharded gradient of {grad.source.name}, of which each rank holds "
+                "other elements; use grad.full() (all ranks call)"
+            )
+        if grad.is_value:
+            bucket = self.bucket
+            if bucket.grad is None:
+                bucket.grad = torch.zeros(bucket.layout.shard_numel, dtype=bucket.math_dtype, device=bucket.device)
+            bucket.local_part(bucket.grad, self.position).copy_(grad.part)
+            bucket.has_sums, self.has_reduced, self.local = False, True, None
+            self.hand()
+        else:
+            grad.check_current()
+            self.handed = grad
 
     def hand(self) -> None:
         """Give the mean gradient to the user: plain where it is whole and of the parameter's dtype, else sharded."""
-        grad = self.bucket.grad
+        grad, handed = self.bucket.grad, self.handed
         assert grad is not None
-        if self.handed is None or isinstance(self.handed, ShardedGrad) or self.handed._base is not grad:
-            is_whole = self.bucket.layout.num_shards == 1 and grad.dtype == self.param.dtype
-            if is_whole:
+        if self.bucket.layout.num_shards == 1 and grad.dtype == self.param.dtype:
+            if handed is None or handed._base is not grad:
                 self.handed = self.bucket.local_view(grad, self.position)
-            elif self.handed is None:
-                self.handed = ShardedGrad(self.param, self)
+        elif handed is None:
+            self.handed = self._new_handed()
         self.param.grad = self.handed
 
     def hand_pending(self) -> None:
         """Give the user a gradient that is reduced at the first read."""
         if not isinstance(self.handed, ShardedGrad):
-            self.handed = ShardedGrad(self.param, self)
+            self.handed = self._new_handed()
         self.param.grad = self.handed
+
+    def _new_handed(self) -> ShardedGrad:
+        """Return a ShardedGrad that nobody else holds: making one costs more than all else that a step does to it."""
+        grad = self._sharded
+        # Held by this slot, `grad` and the call's argument.
+        if grad is None or sys.getrefcount(grad) > 3 or grad.requires_grad:
+            grad = self._sharded = ShardedGrad(self.param, self)
+        grad.generation = self.generation
+        return grad
 
     def drop(self) -> None:
         """Forget everything about the gradient: the user took it away."""
         if self.has_reduced and self.bucket.grad is not None:
             self.bucket.local_part(self.bucket.grad, self.position).zero_()
             self.bucket.has_sums = False
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget the gradient; references to it raise from now on."""
         self.local, self.handed, self.has_reduced = None, None, False
+        self.generation += 1
 
 
 def flat_gradients(bucket: Bucket, gradients: Sequence[tuple[int, Tensor]]) -> tuple[list[Tensor], list[int]]:
