@@ -46,6 +46,9 @@ class GradSource(Protocol):
     def note_access(self) -> None:
         """Note that the gradient may change. Local."""
 
+    def note_change(self) -> None:
+        """Note that an operator has changed the gradient in place: all ranks call, none waits."""
+
     def own_part(self, full: Tensor) -> Tensor:
         """Return this rank's part of a full tensor, 1-d, an alias or a copy. Local."""
 
@@ -215,11 +218,18 @@ def _pointwise(func: Any, *args: Any, **kwargs: Any) -> Any:
         if args[0] is not grad:
             _refuse(func, args, " into a plain tensor")
         func(*(_as_part(func, item, grad) for item in args), **kwargs)
+        _note_changes([grad])
         return grad
     like = func(*_on_meta(args), **kwargs)
     if not isinstance(like, Tensor) or like.shape != grad.shape:
         _refuse(func, args)
     return _valued(grad, func(*(_as_part(func, item, grad) for item in args), **kwargs), like.dtype)
+
+
+def _note_changes(grads: Sequence[Tensor | None]) -> None:
+    for grad in grads:
+        if isinstance(grad, ShardedGrad) and not grad.is_value:
+            grad.source.note_change()
 
 
 def _valued(grad: ShardedGrad, part: Tensor, dtype: torch.dtype) -> ShardedGrad:
@@ -247,7 +257,7 @@ def _foreach(func: Any, tensors: Sequence[Tensor], *others: Any, **kwargs: Any) 
     ]
     found = func(*parts, **kwargs)
     if func._schema.is_mutable:
-        return None
+        return _note_changes(grads)
     likes = func(*(_on_meta(arg) for arg in args), **kwargs)
     return [
         part if grad is None else _valued(grad, part, like.dtype)
@@ -353,6 +363,7 @@ def _unscale(func: Any, grads: list[ShardedGrad], found_inf: Tensor, inverse_sca
     parts = [grad.part for grad in grads]
     for dtype in {part.dtype for part in parts}:
         func([part for part in parts if part.dtype == dtype], found_inf, inverse_scale)
+    _note_changes(grads)
     if parts:
         found_inf.fill_(grads[0].source.from_all_ranks(found_inf.view(1)).amax())
 
@@ -383,8 +394,7 @@ def _random(func: Any, grad: ShardedGrad, *args: Any, **kwargs: Any) -> ShardedG
     plain = torch.empty_strided(grad.shape, grad.stride(), dtype=grad.dtype, device=grad.device)
     full = func(plain, *args, **_without_layout(func, grad, kwargs))
     if func._schema.is_mutable:
-        grad.part.copy_(grad.source.own_part(full))
-        return grad
+        return _pointwise(aten.copy_.default, grad, full)  # type: ignore[no-any-return]
     return _valued(grad, grad.source.own_part(full).clone(), full.dtype)
 
 
@@ -409,7 +419,9 @@ _BY_NAME: dict[str, _Handler] = {
     **dict.fromkeys(("new_empty", "new_zeros", "new_ones", "new_full"), _new),
     **dict.fromkeys(("rand_like", "randn_like", "randint_like", "normal_", "uniform_", "bernoulli_"), _random),
     # Pointwise, but torch does not say so.
-    **dict.fromkeys(("zero_", "fill_", "copy_", "_to_copy", "abs_", "masked_fill_", "masked_fill"), _pointwise),
+    **dict.fromkeys(
+        ("zero_", "fill_", "copy_", "_to_copy", "abs_", "masked_fill_", "masked_fill", "isclose"), _pointwise
+    ),
     **dict.fromkeys(("empty_like", "zeros_like", "ones_like", "full_like"), _pointwise),
     **dict.fromkeys(_REDUCTIONS, _reduction),
 }

@@ -200,7 +200,7 @@ class Reducer:
         assert slot.hooks is not None
         hooks, key = slot.hooks
         if next(reversed(hooks)) != key:
-            hooks.move_to_end(key)  # the user's come first: they see this rank's gradient, and may change it
+            hooks[key] = hooks.pop(key)  # the user's come first: they see this rank's gradient, and may change it
         if slot.local is not None:
             param.grad, slot.local = slot.local, None  # autograd adds to it in place
 

@@ -11,6 +11,7 @@ from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from zero_shard.buffers import Bucket
 from zero_shard.collectives import Communicator
@@ -123,6 +124,11 @@ class GradSlot:
     def note_access(self) -> None:
         """Note that the gradient may change. Local."""
         self.bucket.has_sums = False
+
+    def note_change(self) -> None:
+        """Note that an operator has changed the gradient in place. All ranks call, none waits."""
+        if self.bucket.grad is not None:
+            increment_version(self.bucket.grad)  # torch counts no changes made in a dispatch
 
     def _alive(self) -> GradOwner:
         owner = self._owner()
