@@ -441,10 +441,7 @@ class Reducer:
             has_reduced = False
             for slot in self.slots[bucket.slots.start : bucket.slots.stop]:
                 if slot.handed is not None and slot.param.grad is not slot.handed:
-                    if isinstance(slot.param.grad, ShardedGrad):
-                        slot.adopt(slot.param.grad)
-                    else:
-                        slot.drop()
+                    slot.notice_replaced()
                 has_reduced |= slot.has_reduced
             if not has_reduced:
                 bucket.grad = None

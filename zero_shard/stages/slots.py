@@ -197,6 +197,22 @@ class GradSlot:
         grad.generation = self.generation
         return grad
 
+    def notice_replaced(self) -> None:
+        """Use what the user has put in the place of what was handed out."""
+        grad, own = self.param.grad, self.bucket.grad
+        if isinstance(grad, ShardedGrad):
+            self.adopt(grad)
+            return
+        if grad is not None and own is not None and grad.untyped_storage()._cdata == own.untyped_storage()._cdata:
+            if self.handed is not None and (grad.data_ptr(), grad.stride()) == (
+                self.handed.data_ptr(),
+                self.handed.stride(),
+            ):
+                self.handed = grad  # p.grad = p.grad.detach()
+                return
+            self.param.grad = grad.clone()
+        self.drop()
+
     def drop(self) -> None:
         """Forget everything about the gradient: the user took it away."""
         if self.has_reduced and self.bucket.grad is not None:
