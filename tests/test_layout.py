@@ -169,7 +169,7 @@ _ORDER = [
     ["selfcheck"],
     ["buffers"],
     ["collectives"],
-    ["norms", "sharded_grad"],
+    ["norms", "part_reductions", "sharded_grad"],
     [
         *("stages.base", "stages.slots", "stages.released", "stages.schedule", "stages.units", "stages.materialize"),
         *(

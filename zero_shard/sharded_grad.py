@@ -14,13 +14,14 @@ ranks must read. What a pointwise operator returns is a ShardedGrad too, with nu
 from __future__ import annotations
 
 import functools
-import math
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
+
+from zero_shard.part_reductions import REDUCTIONS, reduce_parts
 
 aten = torch.ops.aten
 
@@ -265,46 +266,12 @@ def _foreach(func: Any, tensors: Sequence[Tensor], *others: Any, **kwargs: Any) 
     ]
 
 
-# ---- reductions: what each rank says, as fp64, and what is made of it ------------------------------------------
-
-
-def _or_least(reduce: Callable[[Tensor], Tensor], least: float) -> Callable[[Tensor], Tensor]:
-    return lambda part: reduce(part) if part.numel() else torch.tensor(least, device=part.device)
-
-
-def _sum(values: Tensor) -> Tensor:
-    return values.sum(0, dtype=torch.float64)
-
-
-def _amax(values: Tensor) -> Tensor:
-    return values.amax(0)
-
-
-def _amin(values: Tensor) -> Tensor:
-    return values.amin(0)
-
-
-_REDUCTIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
-    "sum": (_sum, _sum),
-    "mean": (_sum, _sum),
-    "nansum": (lambda part: part.nansum(dtype=torch.float64), _sum),
-    "prod": (lambda part: part.prod(dtype=torch.float64), lambda values: values.prod(0)),
-    "count_nonzero": (torch.count_nonzero, _sum),
-    "any": (torch.any, _amax),
-    "all": (torch.all, _amin),
-    "max": (_or_least(_amax, -math.inf), _amax),
-    "amax": (_or_least(_amax, -math.inf), _amax),
-    "min": (_or_least(_amin, math.inf), _amin),
-    "amin": (_or_least(_amin, math.inf), _amin),
-}
+# ---- down to one number ----------------------------------------------------------------------------------------
 
 
 def _reduced(kind: str, parts: Sequence[Tensor], grads: Sequence[ShardedGrad]) -> Tensor:
-    """Return [n] fp64 from n tensors of which each rank has a part. All ranks call."""
-    of_part, of_ranks = _REDUCTIONS[kind]
-    source = grads[0].source
-    found = [of_part(grad.source.counted_part(part)).double() for grad, part in zip(grads, parts, strict=True)]
-    return of_ranks(source.from_all_ranks(torch.stack(found)))
+    counted = [grad.source.counted_part(part) for grad, part in zip(grads, parts, strict=True)]
+    return reduce_parts(kind, counted, grads[0].source.from_all_ranks)
 
 
 def _reduction(func: Any, grad: ShardedGrad, *args: Any, **kwargs: Any) -> Tensor:
@@ -423,7 +390,7 @@ _BY_NAME: dict[str, _Handler] = {
         ("zero_", "fill_", "copy_", "_to_copy", "abs_", "masked_fill_", "masked_fill", "isclose"), _pointwise
     ),
     **dict.fromkeys(("empty_like", "zeros_like", "ones_like", "full_like"), _pointwise),
-    **dict.fromkeys(_REDUCTIONS, _reduction),
+    **dict.fromkeys(REDUCTIONS, _reduction),
 }
 
 

@@ -199,7 +199,7 @@ class Reducer:
                 param.grad = None
         assert slot.hooks is not None
         hooks, key = slot.hooks
-        if next(reversed(hooks)) != key:
+        if len(hooks) > 1 and next(reversed(hooks)) != key:
             hooks[key] = hooks.pop(key)  # the user's come first: they see this rank's gradient, and may change it
         if slot.local is not None:
             param.grad, slot.local = slot.local, None  # autograd adds to it in place
@@ -326,10 +326,11 @@ class Reducer:
                 self._start(bucket)
                 self.exchanges.finish()
             self._is_idle[bucket.index] = not is_used
+        views: dict[int, list[Tensor]] = {}
         for slot, is_present in zip(self.slots, union[:num_slots].tolist(), strict=True):
             slot.has_reduced |= bool(is_present)
             if slot.has_reduced:
-                slot.hand()
+                slot.hand(views)
             elif slot.handed is not None:  # was pending, and nobody had one
                 slot.handed = slot.param.grad = None
         self.norms.forget()

@@ -166,18 +166,24 @@ class GradSlot:
                 bucket.grad = torch.zeros(bucket.layout.shard_numel, dtype=bucket.math_dtype, device=bucket.device)
             bucket.local_part(bucket.grad, self.position).copy_(grad.part)
             bucket.has_sums, self.has_reduced, self.local = False, True, None
-            self.hand()
+            self.hand({})
         else:
             grad.check_current()
             self.handed = grad
 
-    def hand(self) -> None:
-        """Give the mean gradient to the user: plain where it is whole and of the parameter's dtype, else sharded."""
+    def hand(self, views: dict[int, list[Tensor]]) -> None:
+        """Give the mean gradient to the user: plain where it is whole and of the parameter's dtype, else sharded.
+
+        Args:
+            views: Those of whole gradients by bucket, as far as they have been made; added to.
+        """
         grad, handed = self.bucket.grad, self.handed
         assert grad is not None
         if self.bucket.layout.num_shards == 1 and grad.dtype == self.param.dtype:
             if handed is None or handed._base is not grad:
-                self.handed = self.bucket.local_view(grad, self.position)
+                if self.bucket.index not in views:
+                    views[self.bucket.index] = _views_of_whole(self.bucket, grad)
+                self.handed = views[self.bucket.index][self.position]
         elif handed is None:
             self.handed = self._new_handed()
         self.param.grad = self.handed
@@ -224,6 +230,21 @@ class GradSlot:
         """Forget the gradient; references to it raise from now on."""
         self.local, self.handed, self.has_reduced = None, None, False
         self.generation += 1
+
+
+def _views_of_whole(bucket: Bucket, flat: Tensor) -> list[Tensor]:
+    """Return the gradient of every parameter of a bucket that is not sharded, as views of its gradient [N]."""
+    lengths, end = [], 0
+    for offset, numel in bucket.layout.slots:
+        lengths += [offset - end, numel]
+        end = offset + numel
+    pieces = flat.split_with_sizes([*lengths, flat.numel() - end])[1::2]  # one call: as_strided for each takes longer
+    return [
+        (piece if len(view.shape) == 1 else piece.view(view.shape))
+        if order is None
+        else flat.as_strided(view.shape, view.stride(), piece.storage_offset())
+        for piece, view, order in zip(pieces, bucket.views, bucket.memory_orders, strict=True)
+    ]
 
 
 def flat_gradients(bucket: Bucket, gradients: Sequence[tuple[int, Tensor]]) -> tuple[list[Tensor], list[int]]:
