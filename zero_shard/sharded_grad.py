@@ -45,9 +45,10 @@ class ShardedGrad(torch.Tensor):
 
     @staticmethod
     def __new__(cls, param: nn.Parameter, source: GradSource) -> ShardedGrad:
-        """Make a tensor with the shape, strides, dtype and device of ``param`` and no memory."""
+        """Make a tensor with the shape, strides, gradient's dtype and device of ``param`` and no memory."""
+        dtype = getattr(param, "grad_dtype", None) or param.dtype
         return torch.Tensor._make_wrapper_subclass(
-            cls, param.shape, strides=param.stride(), dtype=param.dtype, device=param.device
+            cls, param.shape, strides=param.stride(), dtype=dtype, device=param.device
         )
 
     def __init__(self, param: nn.Parameter, source: GradSource) -> None:

@@ -116,7 +116,7 @@ class GradSlot:
         grad = self.bucket.grad
         assert grad is not None
         if self.handed is None or isinstance(self.handed, ShardedGrad) or self.handed._base is not grad:
-            is_whole = self.bucket.layout.num_shards == 1 and grad.dtype == self.param.dtype
+            is_whole = self.bucket.layout.num_shards == 1 and grad.dtype == self.bucket.grad_dtype
             if is_whole:
                 self.handed = self.bucket.local_view(grad, self.position)
             elif self.handed is None:
