@@ -130,10 +130,9 @@ def _effect_of_prefetch() -> None:
 
 
 def _effect_of_param_dtype() -> None:
-    """Only "as the model is" exists so far: any other value is refused with the way out."""
-    with pytest.raises(NotImplementedError, match=r"param_dtype.*module\.to"):
-        ZeroConfig(param_dtype="bfloat16")  # type: ignore[arg-type]
-    assert _usage({"param_dtype": None}).sent_nbytes > 0
+    full = _usage({"param_dtype": None}).sent_nbytes
+    half = _usage({"param_dtype": "bfloat16"}).sent_nbytes
+    assert 0.45 < half / full < 0.55, (half, full)
 
 
 def _effect_of_reduce_dtype() -> None:
@@ -325,6 +324,7 @@ _WRONG_TYPES = [
     *(("units", value) for value in (3, None, ["Linear", 3], {"a": 1}, [""])),
     *(("reshard_after_forward", value) for value in (1, "true", None)),
     *(("prefetch", value) for value in (1.0, "1", True, None)),
+    *(("param_dtype", value) for value in (32, ["bfloat16"], True)),
     *(("reduce_dtype", value) for value in (32, ["float32"], True)),
     *(("state_dtype", value) for value in (None, 16)),
     *(("master", value) for value in (None, True, 1)),
@@ -339,6 +339,7 @@ _WRONG_VALUES = [
     *(("stage", value) for value in (-1, 4)),
     *(("bucket_mib", value) for value in (0, -1, math.nan, math.inf, 1e6)),
     ("units", []),
+    *(("param_dtype", value) for value in ("bf61", torch.float32, torch.int8, {})),
     *(("prefetch", value) for value in (-1, 17)),
     *(("reduce_dtype", value) for value in ("bf61", torch.int32, torch.complex64)),
     *(("state_dtype", value) for value in ("float8", torch.float16, torch.uint8)),
@@ -348,9 +349,6 @@ _WRONG_VALUES = [
     *(("kernels", value) for value in ("cuda", "")),
     *(("check", value) for value in ("never", "")),
 ]
-_NOT_YET = [
-    *(("param_dtype", value) for value in ("bfloat16", torch.float32)),
-]
 
 
 @pytest.mark.parametrize(
@@ -358,7 +356,6 @@ _NOT_YET = [
     [
         *((name, value, TypeError) for name, value in _WRONG_TYPES),
         *((name, value, ValueError) for name, value in _WRONG_VALUES),
-        *((name, value, NotImplementedError) for name, value in _NOT_YET),
     ],
     ids=str,
 )
@@ -445,6 +442,7 @@ _DIFFERENT: dict[str, tuple[Any, Any]] = {
     "units": ("auto", ("Linear",)),
     "reshard_after_forward": (True, False),
     "prefetch": (1, 2),
+    "param_dtype": (torch.bfloat16, torch.float16),
     "reduce_dtype": (None, torch.bfloat16),
     "state_dtype": (torch.float32, torch.bfloat16),
     "master": ("auto", "none"),
@@ -470,7 +468,7 @@ def _differ_in_each_field() -> dict[str, str]:
 
 
 def test_ranks_with_different_configs_all_raise_with_both_values() -> None:
-    assert set(_DIFFERENT) == set(_EFFECTS) - {"param_dtype"}, "param_dtype has one value so far"
+    assert set(_DIFFERENT) == set(_EFFECTS)
     for texts in ranks.run(2, _differ_in_each_field):
         for name, (first, second) in _DIFFERENT.items():
             assert f"config.{name}" in texts[name], texts[name]

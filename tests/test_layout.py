@@ -168,7 +168,8 @@ _ORDER = [
     ["selfcheck.copies", "selfcheck.sums", "selfcheck.adamw"],
     ["selfcheck"],
     ["buffers"],
-    ["collectives"],
+    ["collectives", "masters"],
+    ["precision"],
     ["norms", "part_reductions", "sharded_grad"],
     [
         *("stages.base", "stages.slots", "stages.released", "stages.schedule", "stages.units", "stages.materialize"),

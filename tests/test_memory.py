@@ -290,6 +290,7 @@ def _measure_options() -> list[tuple[str, int, int]]:
         ({"stage": 2, "reduce_dtype": "bfloat16"}, torch.float32),
         ({"stage": 3, "reshard_after_forward": False}, torch.float32),
         ({"stage": 2, "shard_size": 1}, torch.float32),
+        *(({"stage": stage, "param_dtype": "bfloat16"}, torch.float32) for stage in (1, 2, 3)),
         ({"stage": 1}, torch.float16),
         ({"stage": 3}, torch.float16),
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import warnings
 import weakref
@@ -20,7 +21,8 @@ from zero_shard.collectives import Communicator, ProcessGroup
 from zero_shard.config import ZeroConfig, load_config
 from zero_shard.construction import Builder, check_amsgrad
 from zero_shard.gathering import register_layer
-from zero_shard.plan import Usage, floor_sent_nbytes, promised_nbytes
+from zero_shard.masters import note_weights
+from zero_shard.plan import Usage, describe_storage, floor_sent_nbytes, promised_nbytes
 from zero_shard.sharded_grad import ShardedGrad
 from zero_shard.stages import build_stage
 from zero_shard.stages.reduction import Reducer
@@ -37,6 +39,7 @@ from zero_shard.state import (
 )
 from zero_shard.tables import SlotTables
 
+_LOG = logging.getLogger("zero_shard")
 _HOST = "cpu"  # what the host can read without waiting
 
 
@@ -147,6 +150,10 @@ class AdamW(torch.optim.AdamW):
         handles = [self._reducer.handles, getattr(self._stage, "handles", [])]
         weakref.finalize(self, _leave, handles, self._reducer.slots)
         self._is_built = True
+        if self._communicator.rank == 0:
+            _LOG.info(
+                "zero_shard: %s", describe_storage(self._reducer.buckets, self.config, self._communicator.num_ranks)
+            )
 
     def _after_new_buckets(self) -> None:
         """Make room for new slots."""
@@ -354,6 +361,8 @@ class AdamW(torch.optim.AdamW):
         with torch._C.DisableTorchFunctionSubclass():
             for params in changed:
                 torch.autograd.graph.increment_version(params)
+        for (bucket, _), params in zip(calls, changed, strict=True):
+            note_weights(bucket, len(params))
         self._expose_state(updated)
 
     def _arguments(self, bucket: Bucket) -> tuple[Any, ...]:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from zero_shard.block_codec import decode, encode, scales_of
 from zero_shard.layout import BLOCK_NUMEL
-from zero_shard.number_formats import join_remainder, round_to_bfloat16_by, split_remainder, square_root
+from zero_shard.number_formats import join_master, round_to_bfloat16_by, split_remainder, square_root
 from zero_shard.random_bits import RandomKey, moment_key, random_bits, words_of
 
 # Bounds the temporaries: a step must not allocate anything that grows with the model. A multiple of BLOCK_NUMEL.
@@ -243,11 +243,7 @@ def _read_master(shard: Shard, batch: Batch, dtype: torch.dtype) -> Tensor:
     param = shard.param[batch.where]
     if shard.low is None:
         return param.to(dtype)
-    low = shard.low[batch.where]
-    if param.dtype == torch.bfloat16:
-        return join_remainder(param, low)
-    is_stale = low.to(torch.float16).view(torch.int16) != param.view(torch.int16)
-    return torch.where(is_stale, param.to(dtype), low)
+    return join_master(param, shard.low[batch.where])
 
 
 def _write_master(shard: Shard, batch: Batch, master: Tensor) -> None:

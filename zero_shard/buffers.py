@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -26,6 +27,7 @@ from zero_shard.layout import (
     dense_strides,
     lay_out,
 )
+from zero_shard.number_formats import split_masters_
 
 STATE_NAMES = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 SCALE_NAMES = ("exp_avg_scale", "exp_avg_sq_scale")
@@ -47,11 +49,39 @@ class Storage(NamedTuple):
         moment_dtype: float32, bfloat16, float64, or int8: codes with a scale for each block of 256 elements.
         low_dtype: Of what the fp32 master has beyond the 16-bit weight; None: no master.
         is_stochastic: The weight is rounded stochastically.
+        param_dtype: The 16 bits that float32 parameters are cast to; None: parameters keep their dtype.
     """
 
     moment_dtype: torch.dtype
     low_dtype: torch.dtype | None = None
     is_stochastic: bool = False
+    param_dtype: torch.dtype | None = None
+
+    @property
+    def is_split(self) -> bool:
+        """Whether float32 parameters live on as a 16-bit weight and ``low``, which is part of them from the start."""
+        return self.param_dtype is not None and self.low_dtype is not None
+
+
+@dataclass
+class SeenWeights:
+    """The 16-bit weights that a bucket's ``low`` belongs to. See Note [Edited weights] in ``masters.py``.
+
+    Attributes:
+        versions: Of the parameters; None: those that are here at the next step are right.
+        num_steps: Since ``versions`` were read, each of which has added one to all of them.
+        edited: Positions of parameters that were edited since the last step.
+        watched: Those that were edited between the two steps before.
+        last_shard: [n], as the last step left it; None if nothing is watched, and at stage 3.
+        loaded_low: Position -> own part of ``low`` for a weight that is in ``full`` and not in ``shard`` (stage 3).
+    """
+
+    versions: list[int] | None = None
+    num_steps: int = 0
+    edited: set[int] = field(default_factory=set)
+    watched: set[int] = field(default_factory=set)
+    last_shard: Tensor | None = None
+    loaded_low: dict[int, Tensor] = field(default_factory=dict)
 
 
 class Bucket:
@@ -78,9 +108,15 @@ class Bucket:
         self.params, self.names = list(params), list(names)
         self.first_slot, self.layout, self.storage = first_slot, layout, storage
         self.index = -1  # position among the optimizer's buckets
-        self.dtype, self.device = params[0].dtype, params[0].device
+        self.dtype, self.device = storage.param_dtype or params[0].dtype, params[0].device
+        # GradScaler unscales no float16 gradients: they would underflow.
+        is_scaled = storage.param_dtype == torch.float16 and hasattr(torch.Tensor, "grad_dtype")
+        self.grad_dtype = torch.float32 if is_scaled else self.dtype  # of ``param.grad``
         self.math_dtype = torch.float64 if self.dtype == torch.float64 else torch.float32
         self.full = torch.empty(layout.numel, dtype=self.dtype, device=self.device)
+        # [N] until `masters.keep_own`, where it is part of the parameters.
+        self.low = self.full.new_zeros(layout.numel, dtype=storage.low_dtype) if storage.is_split else None
+        self.seen = SeenWeights()
         self.views: list[Tensor] = []
         self._move_in()
         self.memory_orders = [_memory_order(view) for view in self.views]
@@ -95,7 +131,6 @@ class Bucket:
         self.is_released = False
         self.was_gathered = False  # in the present pass
         self.grad: Tensor | None = None
-        self.low: Tensor | None = None
         self.exp_avg: Tensor | None = None
         self.exp_avg_sq: Tensor | None = None
         self.max_exp_avg_sq: Tensor | None = None
@@ -146,11 +181,18 @@ class Bucket:
         end = 0
         for param, (offset, numel) in zip(self.params, self.layout.slots, strict=True):
             self.full[end:offset].zero_()
-            view = self.full.as_strided(param.shape, dense_strides(param.shape, param.stride()), offset)
-            view.copy_(param.detach())
-            param.data = view
-            self.views.append(view)
             end = offset + numel
+            view = self.full.as_strided(param.shape, dense_strides(param.shape, param.stride()), offset)
+            if self.low is None:
+                view.copy_(param.detach())
+            else:
+                split_masters_(in_memory(param.detach(), view.stride()), self.full[offset:end], self.low[offset:end])
+            grad, param.grad = param.grad, None
+            param.data = view
+            if self.grad_dtype != self.dtype:
+                param.grad_dtype = self.grad_dtype
+            param.grad = grad if grad is None else grad.to(self.grad_dtype)
+            self.views.append(view)
         self.full[end:].zero_()
 
     def take_back_replaced(self) -> None:
@@ -173,6 +215,7 @@ class Bucket:
                 )
             view.copy_(param.detach())
             param.data = view
+            torch.autograd.graph.increment_version(param)
 
     def split_off_shard(self) -> None:
         """Keep the own shard apart from ``full``, so that ``full`` can be released (stage 3)."""
@@ -190,6 +233,7 @@ class Bucket:
             ]
         self.full.untyped_storage().resize_(0)
         self.is_released = True
+        self.seen.loaded_low.clear()
 
     def refill_full(self) -> None:
         """Take memory for ``full`` again and copy the own shard in; the rest is undefined until gathered."""
@@ -245,6 +289,8 @@ class Bucket:
         if self.has_codes:
             self.exp_avg_scale = torch.zeros(-(-numel // BLOCK_NUMEL), dtype=torch.float32, device=self.device)
             self.exp_avg_sq_scale = torch.zeros_like(self.exp_avg_scale)
+        if self.low is not None:
+            return
         if self.storage.low_dtype == torch.int16:
             self.low = torch.zeros(numel, dtype=torch.int16, device=self.device)
         elif self.storage.low_dtype is not None:
@@ -315,9 +361,23 @@ class Bucket:
     def held_nbytes(self) -> int:
         """Bytes of model state that this rank holds in the bucket right now."""
         held = self.full.untyped_storage().nbytes() + (self.shard.nbytes if self.owns_shard else 0)
-        for tensor in (self.grad, self.low, *(getattr(self, name) for name in (*STATE_NAMES, *SCALE_NAMES))):
+        for tensor in (
+            self.grad,
+            self.low,
+            self.seen.last_shard,
+            *(getattr(self, name) for name in (*STATE_NAMES, *SCALE_NAMES)),
+        ):
             held += 0 if tensor is None else tensor.nbytes
         return held
+
+
+def in_memory(tensor: Tensor, stride: Sequence[int]) -> Tensor:
+    """Return the elements, 1-d, as a tensor of these (dense) strides has them in memory; an alias where it has them."""
+    if tensor.stride() != tuple(stride):
+        tensor = torch.empty_strided(tensor.shape, tuple(stride), dtype=tensor.dtype, device=tensor.device).copy_(
+            tensor
+        )
+    return tensor.as_strided((tensor.numel(),), (1,))
 
 
 def version_of(tensor: Tensor | None) -> float:

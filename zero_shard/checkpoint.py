@@ -35,6 +35,8 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from zero_shard.adamw import AdamW
 from zero_shard.buffers import STATE_NAMES, Bucket
 from zero_shard.construction import check_amsgrad
+from zero_shard.masters import master_part, note_weights
+from zero_shard.number_formats import split_masters_
 from zero_shard.stages.slots import GradSlot
 
 _FACTS = "zero_shard.pt"
@@ -218,6 +220,7 @@ class _Target(NamedTuple):
     bucket: Bucket
     shards: dict[str, Tensor]  # "shard" and the names of state -> [n]
     entries: dict[str, ShardedEntry]
+    rests: list[int]  # positions of 16-bit weights with a ``low`` in the checkpoint
 
 
 def _named_slots(module: nn.Module, optimizer: AdamW) -> Iterator[tuple[str, GradSlot]]:
@@ -233,9 +236,15 @@ def _sharded_entries(module: nn.Module, optimizer: AdamW) -> Iterator[tuple[str,
     for name, slot in _named_slots(module, optimizer):
         bucket, position = slot.bucket, slot.position
         if optimizer._communicator.replicas.rank == 0:
-            yield f"model.{name}", _entry_of(bucket.shard, bucket, position)
+            if bucket.storage.is_split:
+                master = partial(master_part, bucket, position)
+                yield f"model.{name}", ShardedEntry(master, torch.float32, bucket, position)
+            else:
+                yield f"model.{name}", _entry_of(bucket.shard, bucket, position)
             for kind in _SHARD_NAMES if steps[slot.index] > 0 else ():
                 flat = getattr(bucket, kind)
+                if kind == "low" and bucket.storage.is_split:
+                    continue
                 if flat is not None and bucket.is_coded(kind):
                     part = partial(bucket.read_part, kind, position)
                     yield f"optim.state.{name}.{kind}", ShardedEntry(part, torch.float32, bucket, position)
@@ -277,7 +286,9 @@ def _make_targets(module: nn.Module, optimizer: AdamW, stored: dict[str, Any]) -
     for name, slot in _named_slots(module, optimizer):
         bucket = slot.bucket
         if bucket.index not in targets:
-            targets[bucket.index] = _Target(bucket, {"shard": torch.zeros_like(bucket.shard)}, {})
+            # Float32 weights of the checkpoint become masters, without loss.
+            dtype = bucket.dtype if bucket.storage.low_dtype is None else torch.float32
+            targets[bucket.index] = _Target(bucket, {"shard": torch.zeros_like(bucket.shard, dtype=dtype)}, {}, [])
         target = targets[bucket.index]
         target.entries[f"model.{name}"] = _entry_of(target.shards["shard"], bucket, slot.position)
         for kind in _SHARD_NAMES:
@@ -287,6 +298,8 @@ def _make_targets(module: nn.Module, optimizer: AdamW, stored: dict[str, Any]) -
             if kind not in target.shards:
                 dtype = stored[key].properties.dtype
                 target.shards[kind] = torch.zeros(bucket.layout.shard_numel, dtype=dtype, device=bucket.device)
+            if kind == "low":
+                target.rests.append(slot.position)
             target.entries[key] = _entry_of(target.shards[kind], bucket, slot.position)
     return list(targets.values())
 
@@ -313,10 +326,15 @@ def _commit(
         if key in facts["extra_states"]:
             each.set_extra_state(facts["extra_states"][key])
     torch.optim.Optimizer.load_state_dict(optimizer, {"state": {}, "param_groups": facts["param_groups"]})
-    for bucket, shards, _ in targets:
-        bucket.shard.copy_(shards.pop("shard"))
+    for bucket, shards, _, rests in targets:
+        weights = shards.pop("shard")
         if shards:
             bucket.allocate_state()
+        if bucket.low is None:
+            bucket.shard.copy_(weights)
+        else:
+            split_masters_(weights, bucket.shard, bucket.low)
+            note_weights(bucket)
         if "max_exp_avg_sq" in shards and not bucket.has_codes:
             bucket.allocate_max_exp_avg_sq()
         for kind in _SHARD_NAMES:
@@ -324,10 +342,13 @@ def _commit(
             if live is not None and kind in shards and bucket.is_coded(kind):
                 for position in bucket.segment_of:
                     bucket.write_state(kind, position, bucket.local_part(shards[kind], position))
-            elif live is not None and kind in shards:
+            elif live is not None and kind in shards and kind != "low":
                 live.copy_(shards[kind])
-            elif live is not None:
-                live.zero_()  # a zero master of fp16 weights is made again from them
+            elif live is not None and kind in shards:
+                for position in rests if live.dtype == shards[kind].dtype else ():
+                    bucket.write_state(kind, position, bucket.local_part(shards[kind], position))
+            elif live is not None and kind != "low":
+                live.zero_()
                 if bucket.is_coded(kind):
                     getattr(bucket, f"{kind}_scale").zero_()
         optimizer._stage.publish(bucket)

@@ -24,6 +24,38 @@ _DTYPES: dict[str, torch.dtype] = {
 }
 _DTYPE_ALIASES = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _MAX_BUCKET_MIB = 65536.0
+_HALF_DTYPES = (torch.bfloat16, torch.float16)
+_WIRE_DTYPES = (torch.float64, torch.float32, *_HALF_DTYPES)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParamDtypes:
+    """What ``param_dtype`` says when it says more than the dtype of the parameters.
+
+    Args:
+        params: Of float32 parameters: bfloat16 or float16.
+        norms: Of the parameters of normalisation layers: float32, or that of ``params``.
+        outputs: Floating outputs of the model are cast to it; None = they stay as they are.
+        buffers: Float32 buffers (but those of norms that stay float32) are cast to it; None = they stay.
+    Raises:
+        ValueError, TypeError: A value is not among these; the text names it.
+    """
+
+    params: torch.dtype
+    norms: torch.dtype = torch.float32
+    outputs: torch.dtype | None = None
+    buffers: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        self._set("params", _HALF_DTYPES)
+        self._set("norms", (torch.float32, self.params))
+        self._set("outputs", _WIRE_DTYPES)
+        self._set("buffers", (torch.float32, *_HALF_DTYPES))
+
+    def _set(self, name: str, supported: tuple[torch.dtype, ...]) -> None:
+        value = getattr(self, name)
+        if value is not None or name in ("params", "norms"):
+            object.__setattr__(self, name, _dtype_of(value, f"param_dtype.{name}", supported))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +69,9 @@ class ZeroConfig:
             stacks (``nn.ModuleList``, ``nn.Sequential``), else modules by size.
         reshard_after_forward: Stage 3: release after forward and gather again in backward.
         prefetch: Stage 3: how many units ahead are gathered.
-        param_dtype: dtype that the model computes in. Only None (as the model is) so far.
+        param_dtype: bfloat16 or float16: float32 parameters are stored, gathered and computed with in it, beside
+            lossless float32 masters; norms and buffers stay as they are. None = as the model is. A mapping with the
+            keys of `ParamDtypes` says more. Needs ``module``.
         reduce_dtype: dtype of gradients on the wire; None = the parameter's. Sums are fp32 (fp64 for fp64) always.
         state_dtype: dtype of the moments: float32 (fp64 for fp64 parameters), bfloat16, or int8: 8-bit codes with a
             scale for each block of 256 elements (parameters below 4096 elements keep float32).
@@ -59,7 +93,7 @@ class ZeroConfig:
     units: str | tuple[str, ...] = "auto"
     reshard_after_forward: bool = True
     prefetch: int = 1
-    param_dtype: torch.dtype | None = None
+    param_dtype: torch.dtype | ParamDtypes | None = None
     reduce_dtype: torch.dtype | None = None
     state_dtype: torch.dtype = torch.float32
     master: str = "auto"
@@ -84,10 +118,18 @@ class ZeroConfig:
         self._check_choice("master", ("auto", "stochastic", "none"))
         self._check_choice("kernels", ("auto", "native", "torch", "apex"))
         self._check_choice("check", ("off", "start", "every_step"))
-        self._set_dtype("param_dtype", ())
-        self._set_dtype("reduce_dtype", (torch.float64, torch.float32, torch.bfloat16, torch.float16))
-        self._set_dtype("state_dtype", (torch.float32, torch.bfloat16, torch.int8))
+        if self.reduce_dtype is not None:
+            object.__setattr__(self, "reduce_dtype", _dtype_of(self.reduce_dtype, "reduce_dtype", _WIRE_DTYPES))
+        moments = (torch.float32, torch.bfloat16, torch.int8)
+        object.__setattr__(self, "state_dtype", _dtype_of(self.state_dtype, "state_dtype", moments))
+        self._set_param_dtype()
         self._set_units()
+
+    @property
+    def param_dtypes(self) -> ParamDtypes | None:
+        """``param_dtype`` in full; None = as the model is."""
+        given = self.param_dtype
+        return ParamDtypes(params=given) if isinstance(given, torch.dtype) else given
 
     def replace(self, **changes: Any) -> ZeroConfig:
         """Return a copy with some fields changed."""
@@ -116,24 +158,20 @@ class ZeroConfig:
         if value not in choices:
             raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}{_nearest(value, choices)}")
 
-    def _set_dtype(self, name: str, supported: tuple[torch.dtype, ...]) -> None:
-        value = getattr(self, name)
-        if value is None and name != "state_dtype":
-            return
-        if isinstance(value, str):
-            known = _DTYPES.get(_DTYPE_ALIASES.get(value, value))
-            if known is None:
-                hint = _nearest(value, (*_DTYPES, *_DTYPE_ALIASES))
-                raise ValueError(f"{name} must name a dtype, got {value!r}{hint}")
-            value = known
-        if not isinstance(value, torch.dtype):
-            raise TypeError(f"{name} must be a dtype or its name, got {value!r}")
-        if not supported:
-            raise NotImplementedError(f"{name}={str(value)!r} is not available yet; cast the model with module.to(...)")
-        if value not in supported:
-            names = ", ".join(str(dtype).removeprefix("torch.") for dtype in supported)
-            raise ValueError(f"{name} must be one of {names}, got {value!r}")
-        object.__setattr__(self, name, value)
+    def _set_param_dtype(self) -> None:
+        value: Any = self.param_dtype
+        if isinstance(value, Mapping):
+            names = [field.name for field in dataclasses.fields(ParamDtypes)]
+            for key in value:
+                if key not in names:
+                    hint = _nearest(str(key), names) or f"; known keys: {', '.join(names)}"
+                    raise ValueError(f"param_dtype has an unknown key {key!r} (value {value[key]!r}){hint}")
+            if "params" not in value:
+                raise ValueError(f"param_dtype needs the key 'params' (bfloat16 or float16), got {dict(value)!r}")
+            value = ParamDtypes(**value)
+        elif value is not None and not isinstance(value, ParamDtypes):
+            value = _dtype_of(value, "param_dtype", _HALF_DTYPES)
+        object.__setattr__(self, "param_dtype", value)
 
     def _set_units(self) -> None:
         value = self.units
@@ -145,6 +183,22 @@ class ZeroConfig:
         if not names:
             raise ValueError("units must be 'auto' or a list of module class names, got an empty list")
         object.__setattr__(self, "units", tuple(names))
+
+
+def _dtype_of(value: Any, name: str, supported: tuple[torch.dtype, ...]) -> torch.dtype:
+    """Return a dtype that is given by itself or by its name."""
+    if isinstance(value, str):
+        known = _DTYPES.get(_DTYPE_ALIASES.get(value, value))
+        if known is None:
+            hint = _nearest(value, (*_DTYPES, *_DTYPE_ALIASES))
+            raise ValueError(f"{name} must name a dtype, got {value!r}{hint}")
+        value = known
+    if not isinstance(value, torch.dtype):
+        raise TypeError(f"{name} must be a dtype or its name, got {value!r}")
+    if value not in supported:
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in dict.fromkeys(supported))
+        raise ValueError(f"{name} must be one of {names}, got {value!r}")
+    return value
 
 
 def load_config(source: Any) -> ZeroConfig:

@@ -15,6 +15,8 @@ from zero_shard.buffers import Bucket, Place, Storage, make_bucket
 from zero_shard.collectives import Communicator
 from zero_shard.config import ZeroConfig
 from zero_shard.layout import capped_bucket_nbytes, split_into_buckets
+from zero_shard.masters import keep_own
+from zero_shard.precision import Precision
 from zero_shard.stages.base import Layer
 from zero_shard.stages.materialize import check_buffers, materialize
 from zero_shard.stages.parameters import ParameterSharding
@@ -48,6 +50,8 @@ class Builder:
         self._seen: list[list[int]] = []  # ids of the parameters of the groups when `_waiting` was made
         self._waiting: list[nn.Parameter] = []  # those without a bucket
         self._num_shards = 0
+        dtypes = config.param_dtypes
+        self._precision = None if dtypes is None or module is None else Precision(dtypes, module)
 
     # ---- names and checks ----------------------------------------------------------------------------------
 
@@ -55,7 +59,13 @@ class Builder:
         """Return every parameter that is taken charge of, with its name: those of the module first."""
         if not self._names and self._module is not None:
             self._names = {param: name for name, param in self._module.named_parameters()}
-        found = dict(self._names) if isinstance(self._stage, ParameterSharding) else {}
+        is_sharded = isinstance(self._stage, ParameterSharding)
+        # Trainable parameters outside of the groups belong to somebody else; frozen ones are part of the computation.
+        found = {
+            param: name
+            for param, name in self._names.items()
+            if is_sharded or (not param.requires_grad and self._cast_dtype(param) is not None)
+        }
         for number, group in enumerate(groups):
             given = group.get("param_names") or [None] * len(group["params"])
             for position, (param, name) in enumerate(zip(group["params"], given, strict=True)):
@@ -67,15 +77,20 @@ class Builder:
         """Refuse what can't be sharded. Local.
 
         Raises:
-            ValueError: Stage 3 without ``module``; overlapping parameters; ranks that ``shard_size`` does not divide.
+            ValueError: Stage 3 or ``param_dtype`` without ``module``; overlapping parameters; ranks that ``shard_size``
+                does not divide.
             NotImplementedError: A complex or non-floating parameter.
         """
         config, num_ranks = self._config, self._communicator.num_ranks
         if config.stage == 3 and self._module is None:
             raise ValueError("stage 3 needs the model: pass module=model beside the parameters, or choose stage 0 to 2")
+        if config.param_dtype is not None and self._precision is None:
+            raise ValueError("param_dtype needs the model: pass module=model beside the parameters, or leave it out")
         if config.shard_size is not None and num_ranks % config.shard_size:
             raise ValueError(f"shard_size must divide the {num_ranks} ranks, got {config.shard_size}")
         check_amsgrad(groups, config.state_dtype)
+        if self._precision is not None:
+            self._precision.look()
         named = self.named_params(groups)
         if num_ranks > 1:
             self.check_unwrapped(groups)
@@ -85,15 +100,18 @@ class Builder:
                     f"parameter {name} has dtype {param.dtype}, expected one of float32, float64, bfloat16, float16; "
                     "keep it out of the optimizer, or store a complex parameter as two real ones (torch.view_as_real)"
                 )
-            if param.dtype == torch.float16 and config.master == "stochastic":
+            if self._precision is not None:
+                self._precision.check(name, param)
+            dtype = self._cast_dtype(param) or param.dtype
+            if dtype == torch.float16 and config.master == "stochastic":
                 raise ValueError(
-                    f"parameter {name} has dtype {param.dtype}, and master='stochastic' rounds bfloat16 weights only; "
+                    f"parameter {name} has dtype {dtype}, and master='stochastic' rounds bfloat16 weights only; "
                     "use master='auto', or bfloat16"
                 )
-            has_plain_state = param.dtype == torch.float32 and config.state_dtype == torch.float32
+            has_plain_state = dtype == torch.float32 and config.state_dtype == torch.float32
             if config.kernels == "apex" and not has_plain_state:
                 raise ValueError(
-                    f"parameter {name} ({param.dtype}, state_dtype={config.state_dtype}) can't be updated by "
+                    f"parameter {name} ({dtype}, state_dtype={config.state_dtype}) can't be updated by "
                     "kernels='apex', which takes float32 parameters with float32 moments; use kernels='auto'"
                 )
             if param.layout != torch.strided:
@@ -127,8 +145,14 @@ class Builder:
         return any(param.requires_grad for param in self._waiting)
 
     def _bucket_nbytes(self, named: Sequence[NamedParam]) -> int:
-        total = sum(param.numel() * param.element_size() for _, param in named)
+        total = sum(self._nbytes(param) for _, param in named)
         return capped_bucket_nbytes(self._config.bucket_mib, total)
+
+    def _nbytes(self, param: nn.Parameter) -> int:
+        return param.numel() * (self._cast_dtype(param) or param.dtype).itemsize
+
+    def _cast_dtype(self, param: nn.Parameter) -> torch.dtype | None:
+        return None if self._precision is None else self._precision.dtype_of(param)
 
     # ---- building ------------------------------------------------------------------------------------------
 
@@ -147,6 +171,8 @@ class Builder:
             materialize(self._module, list(self._module.parameters()), _default_device(self._module))
         self._build_buckets([each for each in named if id(each[1]) not in self._bucketed], nbytes)
         self._settle_rest(named)
+        if self._precision is not None:
+            self._precision.attach()
         self._known.update(id(param) for _, param in named)
         self._seen = []
 
@@ -159,10 +185,10 @@ class Builder:
         stage.attach(self._module, self._reducer)
 
     def _build_buckets(self, named: Sequence[NamedParam], nbytes: int) -> None:
-        named = [each for each in named if each[1].requires_grad]
+        named = [each for each in named if each[1].requires_grad or self._cast_dtype(each[1]) is not None]
         buckets: list[list[NamedParam]] = []
         for kind in self._by_kind(list(reversed(named))):
-            sizes = [param.numel() * param.element_size() for _, param in kind]
+            sizes = [self._nbytes(param) for _, param in kind]
             buckets += [[kind[i] for i in positions] for positions in split_into_buckets(sizes, nbytes)]
         for bucket in reversed(buckets):  # the reducer puts each new one first
             self._make(bucket)
@@ -175,9 +201,16 @@ class Builder:
         bucket = make_bucket(params, names, len(self._reducer.slots), place, self._storage(params[0]))
         is_new = any(id(param) not in self._known for param in params)
         if is_new and self._config.sync_module_states:
-            self._communicator.broadcast_(bucket.full, f"the parameters of rank 0 ({names[0]} ...)")
+            for flat in (bucket.full, bucket.low):
+                if flat is not None:
+                    wire = flat.view(torch.uint8) if flat.dtype == torch.int16 else flat  # backends know no int16
+                    self._communicator.broadcast_(wire, f"the parameters of rank 0 ({names[0]} ...)")
         elif is_new:
             self._compare([(name, view) for name, view in zip(names, bucket.views, strict=True)])
+            if bucket.low is not None:
+                slots = zip(names, bucket.layout.slots, strict=True)
+                self._compare([(name, bucket.low[start : start + numel]) for name, (start, numel) in slots])
+        keep_own(bucket)
         self._reducer.add_bucket(bucket)
         self._bucketed.update(id(param) for param in params)
         return bucket
@@ -186,19 +219,22 @@ class Builder:
         """Group parameters by what a bucket must have in common."""
         kinds: dict[Any, list[NamedParam]] = {}
         for name, param in named:
-            kind = (param.dtype, param.device, param.requires_grad, self._storage(param))
+            kind = (self._cast_dtype(param) or param.dtype, param.device, param.requires_grad, self._storage(param))
             kinds.setdefault(kind, []).append((name, param))
         return list(kinds.values())
 
     def _storage(self, param: nn.Parameter) -> Storage:
-        """Return how the optimizer state of a parameter is stored."""
-        if param.dtype == torch.float64:
+        """Return how a parameter and its optimizer state are stored."""
+        cast_dtype = self._cast_dtype(param)
+        dtype = cast_dtype or param.dtype
+        if dtype == torch.float64:
             return Storage(torch.float64)
         moment_dtype, master = self._config.state_dtype, self._config.master
         if moment_dtype == torch.int8 and param.numel() < _SMALLEST_CODED_NUMEL:
             moment_dtype = torch.float32
-        low_dtype = _LOW_DTYPES.get(param.dtype) if master == "auto" else None
-        return Storage(moment_dtype, low_dtype, master == "stochastic" and param.dtype == torch.bfloat16)
+        low_dtype = _LOW_DTYPES.get(dtype) if master == "auto" else None
+        is_stochastic = master == "stochastic" and dtype == torch.bfloat16
+        return Storage(moment_dtype, low_dtype, is_stochastic, cast_dtype)
 
     def _settle_rest(self, named: Sequence[NamedParam]) -> None:
         """Make what is in no bucket equal on all ranks: frozen parameters, those outside the groups, buffers."""

@@ -11,7 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from zero_shard.collectives import default_rank
+from zero_shard.buffers import Bucket, in_memory
+from zero_shard.collectives import Communicator, default_rank
+from zero_shard.masters import home_of, notice_edits
+from zero_shard.number_formats import join_masters
 from zero_shard.stages.base import Layer
 from zero_shard.stages.parameters import ParameterSharding, Unit
 
@@ -47,7 +50,8 @@ def gathered(
 def full_state_dict(module: nn.Module) -> dict[str, Any]:
     """Return what ``module.state_dict()`` would be, on the CPU of rank 0, {} elsewhere. All ranks must call.
 
-    Communicates at stage 3, one unit at a time, so that no rank ever holds the whole model on its device.
+    Communicates at stage 3, one unit at a time, so that no rank ever holds the whole model on its device. Parameters
+    that ``param_dtype`` has cast come as the float32 that they were and train in, one bucket at a time.
     """
     entries = module.state_dict(keep_vars=True)
     layers = [layer for layer, _ in _by_layer(list(module.parameters()))]
@@ -57,6 +61,7 @@ def full_state_dict(module: nn.Module) -> dict[str, Any]:
         with gathered(params):
             for param in params if is_kept else ():
                 copies[id(param)] = param.detach().cpu().clone()
+        _add_rests(params, copies)
     if not is_kept:
         return {}
     full: dict[str, Any] = {}
@@ -65,6 +70,34 @@ def full_state_dict(module: nn.Module) -> dict[str, Any]:
             full[name] = copies[id(value)]
         else:
             full[name] = value.detach().cpu().clone() if isinstance(value, Tensor) else value
+    return full
+
+
+def _add_rests(params: Sequence[nn.Parameter], copies: dict[int, Tensor]) -> None:
+    """Make copies of 16-bit weights the float32 values that they are part of. All ranks call."""
+    homes = [(param, home) for param in params if (home := home_of(param)) is not None]
+    present: Bucket | None = None
+    for param, (bucket, position) in sorted(homes, key=lambda pair: pair[1][0].index):
+        if bucket is not present:
+            present, full_low = bucket, _full_low(bucket, _layers[param]().communicator)
+        if id(param) in copies:
+            offset, numel = bucket.layout.slots[position]
+            stride = bucket.views[position].stride()
+            low = full_low[offset : offset + numel].cpu()
+            master = join_masters(in_memory(copies[id(param)], stride), low)
+            copies[id(param)] = master.as_strided(param.shape, stride)
+
+
+def _full_low(bucket: Bucket, communicator: Communicator) -> Tensor:
+    if not bucket.is_released:
+        bucket.take_back_replaced()
+        notice_edits(bucket)
+    assert bucket.low is not None
+    full = bucket.low.new_empty(bucket.layout.numel)
+    full[bucket.own_range] = bucket.low
+    label = f"the masters of {bucket.label}"
+    wire = full.view(torch.uint8)  # backends know no int16
+    communicator.all_gather_(communicator.shards, wire, 3 * bucket.index + 2, label).wait()
     return full
 
 

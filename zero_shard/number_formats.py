@@ -10,6 +10,7 @@ _MAGNITUDE = 0x7FFFFFFF
 _INF = 0x7F800000
 _BF16_QUIET_BIT = 0x40
 _LOWER_16 = 0xFFFF
+_CHUNK_NUMEL = 1 << 20  # bounds the temporaries
 
 
 def square_root(tensor: Tensor) -> Tensor:
@@ -48,6 +49,36 @@ def split_remainder(master: Tensor) -> tuple[Tensor, Tensor]:
     is_special = magnitude >= _INF
     high = torch.where(is_special, special, high)
     return high.to(torch.int16).view(torch.bfloat16), remainder.masked_fill_(is_special, 0).to(torch.int16)
+
+
+def join_master(param: Tensor, low: Tensor) -> Tensor:
+    """Return the float32 master of a 16-bit weight and what is kept beside it: int16, or (float16) the master itself.
+
+    A float32 master that does not round to the weight counts for nothing: the weight has been edited or loaded.
+    """
+    if low.dtype == torch.int16:
+        return join_remainder(param, low)
+    is_stale = low.to(torch.float16).view(torch.int16) != param.view(torch.int16)
+    return torch.where(is_stale, param.to(torch.float32), low)
+
+
+def join_masters(param: Tensor, low: Tensor) -> Tensor:
+    """Return what `join_master` does for tensors [n] of any length, with small temporaries."""
+    master = torch.empty(param.numel(), dtype=torch.float32, device=param.device)
+    for start in range(0, param.numel(), _CHUNK_NUMEL):
+        chunk = slice(start, start + _CHUNK_NUMEL)
+        master[chunk] = join_master(param[chunk], low[chunk])
+    return master
+
+
+def split_masters_(master: Tensor, param: Tensor, low: Tensor) -> None:
+    """Store float32 masters [n] as 16-bit weights and what `join_master` needs beside them."""
+    for start in range(0, master.numel(), _CHUNK_NUMEL):
+        chunk = slice(start, start + _CHUNK_NUMEL)
+        if low.dtype == torch.int16:
+            param[chunk], low[chunk] = split_remainder(master[chunk])
+        else:
+            param[chunk], low[chunk] = master[chunk], master[chunk]
 
 
 def round_to_bfloat16_by(master: Tensor, random: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -41,12 +41,14 @@ def promised_nbytes(buckets: Sequence[Bucket], config: ZeroConfig, num_ranks: in
         if any(param.requires_grad for param in bucket.params):
             total += numel * _gradient_itemsize(bucket, config, num_ranks)
             total += numel * _state_itemsize(bucket) / num_shards
+        elif bucket.storage.is_split and bucket.low is not None:
+            total += numel * bucket.low.itemsize / num_shards
     return round(total)
 
 
 def _gradient_itemsize(bucket: Bucket, config: ZeroConfig, num_ranks: int) -> float:
     if config.stage == 1 or num_ranks == 1:
-        return bucket.full.element_size()  # as autograd made them
+        return bucket.grad_dtype.itemsize  # as autograd made them
     return bucket.math_dtype.itemsize / bucket.layout.num_shards
 
 
@@ -64,15 +66,53 @@ def floor_sent_nbytes(buckets: Sequence[Bucket], config: ZeroConfig, num_ranks: 
         nbytes = sum(slot.numel for slot in bucket.layout.slots) * bucket.full.element_size()
         num_shards = bucket.layout.num_shards
         is_trained = any(param.requires_grad for param in bucket.params)
-        wire_itemsize = bucket.full.element_size()
-        if config.reduce_dtype is not None and bucket.dtype != torch.float64:
-            wire_itemsize = config.reduce_dtype.itemsize
         if is_trained:
-            total += nbytes * wire_itemsize / bucket.full.element_size() * (num_ranks - 1) / num_ranks
+            total += (
+                nbytes * _wire_dtype(bucket, config).itemsize / bucket.full.element_size() * (num_ranks - 1) / num_ranks
+            )
         if num_shards == 1:
             sum_nbytes = nbytes * bucket.math_dtype.itemsize / bucket.full.element_size()
             total += sum_nbytes * (num_ranks - 1) / num_ranks if is_trained else 0
-        else:
+        elif is_trained or config.stage == 3:
             num_gathers = 1 if config.stage < 3 or not config.reshard_after_forward else 2
             total += num_gathers * nbytes * (num_shards - 1) / num_shards
     return round(total)
+
+
+def describe_storage(buckets: Sequence[Bucket], config: ZeroConfig, num_ranks: int) -> str:
+    """Return in one line what is stored in what on each rank, and the bytes of model state per parameter. Local."""
+    numels = [sum(slot.numel for slot in bucket.layout.slots) for bucket in buckets]
+    trained = [bucket for bucket in buckets if any(param.requires_grad for param in bucket.params)]
+    total = sum(numels)
+    weights: dict[str, int] = {}
+    for bucket, numel in zip(buckets, numels, strict=True):
+        kind = _weight_in_words(bucket)
+        weights[kind] = weights.get(kind, 0) + numel
+    parts = [f"{kind} ({numel / total:.1%})" if numel < total else kind for kind, numel in weights.items()]
+    own = _names({b.grad_dtype if num_ranks == 1 else b.math_dtype for b in trained})
+    wire = _names({_wire_dtype(bucket, config) for bucket in trained})
+    gradients = f"{own} as autograd leaves them" if num_ranks == 1 else f"{own}, {wire} on the wire"
+    nbytes = promised_nbytes(buckets, config, num_ranks) / max(total, 1)
+    return (
+        f"stage {config.stage} on {num_ranks} rank{'s' * (num_ranks > 1)}; parameters {', '.join(parts)}; gradients "
+        f"{gradients}; moments {_names({b.storage.moment_dtype for b in trained})}; "
+        f"{nbytes:.1f} bytes per parameter and rank"
+    )
+
+
+def _weight_in_words(bucket: Bucket) -> str:
+    low_dtype = bucket.storage.low_dtype
+    name = _names({bucket.dtype})
+    if low_dtype == torch.int16:
+        return f"{name} + 16-bit remainder (lossless float32 master)"
+    if low_dtype is not None:
+        return f"{name} + float32 master"
+    return f"{name} rounded stochastically" if bucket.storage.is_stochastic else name
+
+
+def _wire_dtype(bucket: Bucket, config: ZeroConfig) -> torch.dtype:
+    return bucket.dtype if config.reduce_dtype is None or bucket.dtype == torch.float64 else config.reduce_dtype
+
+
+def _names(dtypes: Iterable[torch.dtype]) -> str:
+    return " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)) or "none"

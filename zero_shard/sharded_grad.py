@@ -79,9 +79,10 @@ class ShardedGrad(torch.Tensor):
     def __new__(
         cls, like: Tensor, source: GradSource, value: Tensor | None = None, dtype: torch.dtype | None = None
     ) -> ShardedGrad:
-        """Make a tensor with the shape, strides, dtype and device of ``like`` and no memory."""
+        """Make a tensor with the shape, strides, dtype (of a gradient) and device of ``like`` and no memory."""
+        dtype = dtype or getattr(like, "grad_dtype", None) or like.dtype
         return torch.Tensor._make_wrapper_subclass(
-            cls, like.shape, strides=like.stride(), dtype=dtype or like.dtype, device=like.device
+            cls, like.shape, strides=like.stride(), dtype=dtype, device=like.device
         )
 
     def __init__(

@@ -12,6 +12,7 @@ from torch import Tensor
 from zero_shard.block_codec import decode_blocks
 from zero_shard.buffers import SCALE_NAMES, STATE_NAMES, Bucket
 from zero_shard.collectives import Communicator
+from zero_shard.masters import trust_next_weights
 from zero_shard.number_formats import split_remainder
 from zero_shard.ops import Kernels
 from zero_shard.stages.slots import GradSlot
@@ -183,12 +184,16 @@ def copy_state(loaded: Sequence[LoadedState], slots: Sequence[GradSlot], steps: 
         for name, part in state.parts.items():
             if getattr(state.slot.bucket, name) is not None and part.numel():
                 state.slot.bucket.write_state(name, state.slot.position, part)
+                if name == "low":
+                    trust_next_weights(state.slot.bucket)
 
 
 def clear_state(slot: GradSlot, keep: Mapping[str, Any] = MappingProxyType({})) -> None:
     """Zero this rank's part of the moments and of the master's low half, but for those named in ``keep``. Local."""
     for name in (*_PART_NAMES, *SCALE_NAMES):
         part = slot.bucket.state_part(name, slot.position)
+        if name == "low" and slot.bucket.storage.is_split:
+            continue  # it belongs to the weight
         if part is not None and name.removesuffix("_scale") not in keep:
             part.zero_()
 

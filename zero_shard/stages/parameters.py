@@ -38,6 +38,7 @@ from torch.utils._pytree import tree_map_only
 
 from zero_shard.buffers import Bucket
 from zero_shard.collectives import Pending
+from zero_shard.masters import take_shard
 from zero_shard.stages.base import Layer
 from zero_shard.stages.reduction import Reducer
 from zero_shard.stages.released import release, restore, unreadable
@@ -398,7 +399,7 @@ class ParameterSharding(Layer):
         has_changed = unit.count_changes() != unit.version
         for bucket, placeholders in zip(unit.buckets, unit.placeholders, strict=True):
             if has_changed:  # a forward edited its weights in place, as nn.Embedding(max_norm=...) does
-                bucket.shard.copy_(bucket.full[bucket.own_range])
+                take_shard(bucket)
             for param, name, placeholder in zip(bucket.params, bucket.names, placeholders, strict=True):
                 release(param, name, placeholder)
         self._give_back(unit)
@@ -458,7 +459,7 @@ class ParameterSharding(Layer):
                     unit.version = unit.count_changes()  # without ``modify`` changes are lost
                     for bucket in unit.buckets if modify else ():
                         bucket.take_back_replaced()
-                        bucket.shard.copy_(bucket.full[bucket.own_range])
+                        take_shard(bucket)
                     unit.num_pins -= 1
                     self._release(unit)
 

@@ -31,6 +31,7 @@ from torch.utils.hooks import unserializable_hook
 
 from zero_shard.buffers import Bucket
 from zero_shard.collectives import Communicator
+from zero_shard.masters import notice_edits
 from zero_shard.norms import global_norm
 from zero_shard.ops import Kernels
 from zero_shard.sharded_grad import ShardedGrad
@@ -384,10 +385,11 @@ class Reducer:
         return global_norm([part], order, self.communicator)
 
     def take_back_replaced(self) -> None:
-        """Move parameters whose data the user has replaced back into their buckets. Local."""
+        """Move parameters whose data the user has replaced back into their buckets, and notice edits. Local."""
         for bucket in self.buckets:
             if not bucket.is_released:
                 bucket.take_back_replaced()
+                notice_edits(bucket)
 
     def active_flags(self) -> Tensor:
         """Return one byte per slot: 1 if the parameter has a gradient. After `collect`, equal on all ranks."""

@@ -179,7 +179,7 @@ class GradSlot:
         """
         grad, handed = self.bucket.grad, self.handed
         assert grad is not None
-        if self.bucket.layout.num_shards == 1 and grad.dtype == self.param.dtype:
+        if self.bucket.layout.num_shards == 1 and grad.dtype == self.bucket.grad_dtype:
             if handed is None or handed._base is not grad:
                 if self.bucket.index not in views:
                     views[self.bucket.index] = _views_of_whole(self.bucket, grad)
