@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from itertools import compress
@@ -20,6 +21,7 @@ from zero_shard.collectives import Communicator, ProcessGroup
 from zero_shard.config import ZeroConfig, load_config
 from zero_shard.construction import Builder, check_amsgrad
 from zero_shard.gathering import register_layer
+from zero_shard.groups import Groups, number_params, pack_groups, unpack_groups
 from zero_shard.plan import Usage, floor_sent_nbytes, promised_nbytes
 from zero_shard.sharded_grad import ShardedGrad
 from zero_shard.stages import build_stage
@@ -31,7 +33,6 @@ from zero_shard.state import (
     clear_state,
     copy_state,
     full_state,
-    groups_to_load,
     layout_entry,
     low_parts,
 )
@@ -202,17 +203,18 @@ class AdamW(torch.optim.AdamW):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients, or set them to zero."""
-        self._clip_coefficient = None
-        self._reducer.zero_grad(set_to_none)
-        for group in self.param_groups:
-            for param in group["params"]:
-                if set_to_none:
-                    param.grad = None
-                elif param.grad is not None and not isinstance(param.grad, ShardedGrad):
-                    if param.grad.grad_fn is not None:
-                        param.grad.detach_()
-                    with torch.no_grad():
-                        param.grad.zero_()
+        with torch.autograd.profiler.record_function(self._zero_grad_profile_name):
+            self._clip_coefficient = None
+            self._reducer.zero_grad(set_to_none)
+            for group in self.param_groups:
+                for param in group["params"]:
+                    if set_to_none:
+                        param.grad = None
+                    elif param.grad is not None and not isinstance(param.grad, ShardedGrad):
+                        if param.grad.grad_fn is not None:
+                            param.grad.detach_()
+                        with torch.no_grad():
+                            param.grad.zero_()
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
@@ -408,12 +410,25 @@ class AdamW(torch.optim.AdamW):
         low halves of 16-bit masters (``low``), and a ``zero_shard`` entry that says which part it is. Loads into an
         optimizer of the same stage, world size and config; `full_state_dict` and `zero_shard.save` load anywhere.
         """
-        state_dict = super().state_dict()
-        for number, low in low_parts(self._reducer.slots, self.param_groups).items():
-            if number in state_dict["state"]:
-                state_dict["state"][number] = {**state_dict["state"][number], "low": low}
-        state_dict[LAYOUT_KEY] = layout_entry(self._reducer.slots, self.param_groups, self._communicator)
+        for hook in self._optimizer_state_dict_pre_hooks.values():
+            hook(self)
+        state_dict = self._pack_state()
+        for after in self._optimizer_state_dict_post_hooks.values():
+            changed = after(self, state_dict)
+            state_dict = state_dict if changed is None else changed
         return state_dict
+
+    def _pack_state(self) -> dict[str, Any]:
+        slots, numbers = self._reducer.slots, number_params(self.param_groups)
+        state: dict[Any, Any] = {
+            numbers.get(id(key)) if isinstance(key, Tensor) else key: entry for key, entry in self.state.items()
+        }
+        state.pop(None, None)  # of parameters that have left their group
+        for number, low in low_parts(slots, self.param_groups).items():
+            if number in state:
+                state[number] = {**state[number], "low": low}
+        layout = layout_entry(slots, self.param_groups, self._communicator)
+        return {"state": state, "param_groups": pack_groups(self.param_groups), LAYOUT_KEY: layout}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -423,15 +438,25 @@ class AdamW(torch.optim.AdamW):
             ValueError: Groups or shapes differ, or the layout is another one. Nothing has been changed then.
             NotImplementedError: A group has amsgrad, which 8-bit moments do not know; the same.
         """
+        state_dict = state_dict.copy()  # hooks may change it
+        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = hook(self, state_dict)
+            state_dict = state_dict if changed is None else changed
         self._reducer.take_back_replaced()
         loaded = check_state_dict(state_dict, self._reducer.slots, self.param_groups)
         check_amsgrad(state_dict["param_groups"], self.config.state_dtype)
-        groups = groups_to_load(state_dict["param_groups"], self.param_groups)
         with torch.inference_mode(False):
-            self._is_exposed.zero_()
-            super().load_state_dict({"state": {}, "param_groups": groups})
+            self._load_groups(state_dict["param_groups"])
             copy_state(loaded, self._reducer.slots, self._tables.steps)
             self._expose_state(self._tables.steps.cpu() > 0)
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
+
+    def _load_groups(self, saved: Groups) -> None:
+        """Take over the settings of saved groups; ``self.state`` shows nothing afterwards."""
+        groups = unpack_groups(saved, self.param_groups)
+        self.__setstate__({"state": defaultdict(dict), "param_groups": groups})  # type: ignore[no-untyped-call]
+        self._is_exposed.zero_()
 
     @torch.no_grad()
     def full_state_dict(self) -> dict[str, Any]:
@@ -445,7 +470,7 @@ class AdamW(torch.optim.AdamW):
         )
         if self._communicator.rank != 0:
             return {}
-        return {"state": state, "param_groups": super().state_dict()["param_groups"]}
+        return {"state": state, "param_groups": pack_groups(self.param_groups)}
 
     def usage(self) -> Usage:
         """Return this rank's bytes: model state promised and held now, sent at the least and sent in the last step."""

@@ -35,6 +35,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from zero_shard.adamw import AdamW
 from zero_shard.buffers import STATE_NAMES, Bucket
 from zero_shard.construction import check_amsgrad
+from zero_shard.groups import pack_groups
 from zero_shard.stages.slots import GradSlot
 
 _FACTS = "zero_shard.pt"
@@ -258,7 +259,7 @@ def _plain_tensors(module: nn.Module, optimizer: AdamW) -> Iterator[tuple[str, T
 def _facts(module: nn.Module, optimizer: AdamW) -> dict[str, Any]:
     steps = optimizer._tables.steps.tolist()
     return {
-        "param_groups": torch.optim.Optimizer.state_dict(optimizer)["param_groups"],
+        "param_groups": pack_groups(optimizer.param_groups),
         "group_names": _group_names(module, optimizer),
         "extra_states": {
             name: value for name, value in module.state_dict(keep_vars=True).items() if not isinstance(value, Tensor)
@@ -312,7 +313,7 @@ def _commit(
         key = f"{name}._extra_state" if name else "_extra_state"
         if key in facts["extra_states"]:
             each.set_extra_state(facts["extra_states"][key])
-    torch.optim.Optimizer.load_state_dict(optimizer, {"state": {}, "param_groups": facts["param_groups"]})
+    optimizer._load_groups(facts["param_groups"])
     for bucket, shards, _ in targets:
         bucket.shard.copy_(shards.pop("shard"))
         if shards:
@@ -334,7 +335,6 @@ def _commit(
     optimizer._stage.finish_publishing()
     steps = [float(facts["steps"].get(name, 0.0)) for name, _ in _named_slots(module, optimizer)]
     optimizer._tables.steps.copy_(torch.tensor(steps, dtype=torch.float32))
-    optimizer._is_exposed.zero_()
     optimizer._expose_state(optimizer._tables.steps.cpu() > 0)
 
 

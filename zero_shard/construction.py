@@ -108,15 +108,19 @@ class Builder:
 
     def check_unwrapped(self, groups: Sequence[dict[str, Any]]) -> None:
         """Refuse parameters of a DistributedDataParallel: it would average gradients that have been taken away."""
+        everything = gc.get_objects()
+        # Types first: there are few of them, and hundreds of thousands of objects.
+        wrappers = {kind for kind in set(map(type, everything)) if issubclass(kind, DistributedDataParallel)}
+        if not wrappers:
+            return
         names = {id(param): name for name, param in self.named_params(groups)}
-        for candidate in gc.get_objects():
-            if issubclass(type(candidate), DistributedDataParallel):
-                found = [names[id(param)] for param in candidate.parameters() if id(param) in names]
-                if found:
-                    raise ValueError(
-                        f"parameter {found[0]} belongs to a model wrapped in DistributedDataParallel; do not wrap it: "
-                        "zero_shard.AdamW averages gradients itself, at every stage"
-                    )
+        for wrapper in (each for each in everything if type(each) in wrappers):
+            found = [names[id(param)] for param in wrapper.parameters() if id(param) in names]
+            if found:
+                raise ValueError(
+                    f"parameter {found[0]} belongs to a model wrapped in DistributedDataParallel; do not wrap it: "
+                    "zero_shard.AdamW averages gradients itself, at every stage"
+                )
 
     def has_new_params(self, groups: Sequence[dict[str, Any]]) -> bool:
         """Whether a parameter of the groups has no bucket yet though it trains. Local, equal on all ranks."""
