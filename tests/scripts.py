@@ -162,7 +162,7 @@ def _plain(state: Any) -> Any:
 
 
 def tensor_lr(job: Job) -> None:
-    """lr as a tensor, which schedulers change in place, and betas as tensors."""
+    """Lr as a tensor, which schedulers change in place, and betas as tensors."""
     model = net()
     betas = (torch.tensor(0.8, dtype=D), torch.tensor(0.95, dtype=D))
     lr = torch.tensor(0.05, dtype=D)

@@ -182,7 +182,7 @@ _ORDER = [
             "stages",
         ),
     ],
-    ["gathering", "construction", "agreement", "plan", "state", "tables"],
+    ["gathering", "construction", "copying", "agreement", "plan", "state", "tables"],
     ["adamw"],
     ["checkpoint", "monitor"],
     [""],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 import warnings
 import weakref
@@ -20,6 +21,7 @@ from zero_shard.buffers import Bucket
 from zero_shard.collectives import Communicator, ProcessGroup
 from zero_shard.config import ZeroConfig, load_config
 from zero_shard.construction import Builder, check_amsgrad
+from zero_shard.copying import copy_bucket
 from zero_shard.gathering import register_layer
 from zero_shard.groups import Groups, number_params, pack_groups, unpack_groups
 from zero_shard.plan import Usage, floor_sent_nbytes, promised_nbytes
@@ -114,11 +116,7 @@ class AdamW(torch.optim.AdamW):
 
     def _prepare(self, communicator: Communicator, module: nn.Module | None) -> dict[str, str]:
         """Check everything that one rank can check alone; return what ranks must agree on."""
-        self._communicator = communicator
-        self._kernels = ops.select(self.config.kernels)
-        self._stage = build_stage(self.config, communicator)
-        self._reducer = Reducer(communicator, self._kernels, self.config.reduce_dtype, self._stage.reduces_in_backward)
-        self._reducer.exchanges.takes_squares = self.config.max_grad_norm is not None or self.config.skip_nonfinite
+        self._set_up(communicator)
         self._builder = Builder(self.config, communicator, self._stage, self._reducer, module)
         self._builder.check(self.param_groups)
         facts = {"config.check": repr(self.config.check)}
@@ -132,14 +130,27 @@ class AdamW(torch.optim.AdamW):
         facts["the order of parameters"] = ", ".join(name for name, _ in self._builder.named_params(self.param_groups))
         return facts
 
-    def _build(self) -> None:
+    def _set_up(self, communicator: Communicator) -> None:
+        """Make everything that needs the config only."""
+        self._communicator = communicator
+        self._kernels = ops.select(self.config.kernels)
+        self._stage = build_stage(self.config, communicator)
+        self._reducer = Reducer(communicator, self._kernels, self.config.reduce_dtype, self._stage.reduces_in_backward)
+        self._reducer.exchanges.takes_squares = self.config.max_grad_norm is not None or self.config.skip_nonfinite
         self._tables = SlotTables()
         self._is_exposed = torch.zeros(0, dtype=torch.uint8)  # [P]: `self.state` shows the slot's state
         self._clip_coefficient: Tensor | None = None
         self._found_inf: Tensor | None = None  # of the present step, where the host does not wait for it
         self._unreported_norm: Tensor | None = None
         self._sent_before_step = self._sent_in_step = 0
+
+    def _build(self) -> None:
+        self._communicator.agree_on_number()
         self._builder.build(self.param_groups)
+        self._start()
+
+    def _start(self) -> None:
+        """Wire up what has been built."""
         self._after_new_buckets()
         if self._communicator.num_ranks > 1:
             builder, groups = self._builder, self.param_groups
@@ -183,10 +194,42 @@ class AdamW(torch.optim.AdamW):
         self._builder.build(self.param_groups)
         self._after_new_buckets()
 
-    def __deepcopy__(self, memo: Any) -> AdamW:
+    def __deepcopy__(self, memo: dict[int, Any]) -> AdamW:
+        """Return an optimizer like this one over copies of its parameters, without gradients. Local.
+
+        ``copy.deepcopy((model, optimizer))`` copies both, so that they belong together; of the optimizer alone it
+        copies the parameters, too. Hooks are not copied: as in torch.
+
+        Raises:
+            NotImplementedError: Stage 3, where the model can't be copied.
+        """
+        if getattr(self._stage, "units", ()):
+            raise NotImplementedError(
+                "copy.deepcopy of zero_shard.AdamW is not available at stage 3, where no rank has the whole model. For "
+                "an average of the weights use zero_shard.ExponentialMovingAverage(optimizer); for a second model "
+                "build it anew and load what zero_shard.save has written"
+            )
+        self._reducer.take_back_replaced()
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        with torch.inference_mode(False), torch.no_grad():
+            buckets = [copy_bucket(bucket, memo) for bucket in self._reducer.buckets]
+            settings = copy.deepcopy({"defaults": self.defaults, "param_groups": self.param_groups}, memo)
+            copied.__setstate__({**settings, "state": defaultdict(dict)})  # type: ignore[no-untyped-call]
+            copied._step_supports_amp_scaling, copied._is_built = False, False
+            copied.config = self.config
+            copied._set_up(self._communicator.copy())
+            copied._builder = self._builder.copy(copied._communicator, copied._stage, copied._reducer, memo)
+            for bucket in buckets:
+                copied._reducer.add_bucket(bucket)
+            copied._tables.steps = self._tables.steps.clone()
+            copied._start()
+        return copied
+
+    def __copy__(self) -> AdamW:
         raise NotImplementedError(
-            "copy.deepcopy of zero_shard.AdamW is not available: its buffers belong to the parameters. Copy the model "
-            "(stages 0 to 2), build a new optimizer on the copy, and load_state_dict(optimizer.state_dict()) into it"
+            "copy.copy of zero_shard.AdamW is not available: two optimizers can't share buffers. "
+            "Use copy.deepcopy((model, optimizer))"
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:

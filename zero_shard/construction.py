@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
@@ -48,6 +49,16 @@ class Builder:
         self._seen: list[list[int]] = []  # ids of the parameters of the groups when `_waiting` was made
         self._waiting: list[nn.Parameter] = []  # those without a bucket
         self._num_shards = 0
+
+    def copy(self, communicator: Communicator, stage: Layer, reducer: Reducer, memo: dict[int, Any]) -> Builder:
+        """Return the builder of a deep copy: it knows the copies in ``memo``. Local."""
+        copied = copy.copy(self)
+        copied._communicator, copied._stage, copied._reducer = communicator, stage, reducer
+        copied._module = memo.get(id(self._module))
+        copied._names = {memo[id(param)]: name for param, name in self._names.items() if id(param) in memo}
+        copied._known = {id(memo[param]) for param in self._known if param in memo}
+        copied._bucketed = {id(memo[param]) for param in self._bucketed}
+        return copied
 
     # ---- names and checks ----------------------------------------------------------------------------------
 
