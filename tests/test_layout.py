@@ -184,7 +184,7 @@ _ORDER = [
     ],
     ["gathering", "construction", "copying", "agreement", "plan", "state", "tables"],
     ["adamw"],
-    ["checkpoint", "monitor"],
+    ["averaging", "checkpoint", "monitor"],
     [""],
     ["doctor"],
     ["cli"],

@@ -143,6 +143,7 @@ class AdamW(torch.optim.AdamW):
         self._found_inf: Tensor | None = None  # of the present step, where the host does not wait for it
         self._unreported_norm: Tensor | None = None
         self._sent_before_step = self._sent_in_step = 0
+        self._is_lent = False  # the parameters hold other numbers for a while (averages)
 
     def _build(self) -> None:
         self._communicator.agree_on_number()
@@ -340,6 +341,11 @@ class AdamW(torch.optim.AdamW):
 
     def _adopt_unfrozen(self) -> None:
         """Take charge of parameters that were frozen when the optimizer was built. All ranks unfreeze alike."""
+        if self._is_lent:
+            raise RuntimeError(
+                "the model holds averaged weights, which a step would train; leave ExponentialMovingAverage.applied() "
+                "first"
+            )
         if self._builder.has_new_params(self.param_groups):
             self._builder.build(self.param_groups)
             self._after_new_buckets()
