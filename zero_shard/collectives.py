@@ -16,10 +16,11 @@ from __future__ import annotations
 
 import copy
 import os
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -33,6 +34,7 @@ ProcessGroup = dist.ProcessGroup
 # Called with a label before each collective; tests set it to inject delays.
 before_collective: Callable[[str], None] | None = None
 
+DRAIN = "zero_shard drain"  # name of threads
 _TAG_BASE = 0x5A0000  # keeps our messages apart from those a user sends with small tags
 _TAGS_PER_OPTIMIZER = 1 << 20
 _NUM_TAG_SPACES = 256
@@ -74,6 +76,12 @@ class Pending:
         self._tensors = []
         return True
 
+    def __del__(self) -> None:
+        # gloo wedges the connection if a buffer goes away before its message has come, as when an exception ends a
+        # backward and everything is deleted. So somebody has to hold it until then.
+        if self._works and not self._is_native and not sys.is_finalizing():
+            threading.Thread(target=_drain, args=(self._works, self._tensors), name=DRAIN, daemon=True).start()
+
     def _finish(self) -> None:
         works, self._works = self._works, []
         try:
@@ -81,6 +89,13 @@ class Pending:
                 work.wait()
         except RuntimeError as error:
             self._error = error
+
+
+def _drain(works: Sequence[Any], tensors: Sequence[Tensor]) -> None:
+    """Wait for communication that nobody waits for any more; holds its tensors until then."""
+    with suppress(RuntimeError):
+        for work in works:
+            work.wait()
 
 
 class Hop(NamedTuple):
