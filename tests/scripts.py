@@ -479,10 +479,11 @@ def warm_restart(job: Job) -> None:
     job.note(len(optimizer.state))
     train(job, model, optimizer, range(2, 4))
     job.note_state(model, optimizer)
-    saved = optimizer.state_dict()
+    old = optimizer
     optimizer = job.adamw(model.parameters(), model, lr=0.01)
-    optimizer.load_state_dict(saved)
-    del saved
+    optimizer.load_state_dict(old.state_dict())
+    train(job, model, optimizer, range(4, 6))
+    del old
     train(job, model, optimizer, range(4, 6))
     job.note_state(model, optimizer)
 
@@ -533,7 +534,7 @@ SCRIPTS: dict[str, Script] = {
         for script in (
             *(tensor_lr, edited_groups, later_group, unfreezing, only_what_trains, named, closures, step_hooks),
             *(state_hooks, loading_in_place, accumulation, settings, state_in_place, gan, two_in_one_model),
-            *(resume, profiled),
+            *(warm_restart, resume, profiled),
         )
     },
 }

@@ -144,6 +144,7 @@ class AdamW(torch.optim.AdamW):
         self._unreported_norm: Tensor | None = None
         self._sent_before_step = self._sent_in_step = 0
         self._is_lent = False  # the parameters hold other numbers for a while (averages)
+        self._lost = ""  # name of a parameter that a later optimizer has taken over
 
     def _build(self) -> None:
         self._communicator.agree_on_number()
@@ -157,8 +158,9 @@ class AdamW(torch.optim.AdamW):
             builder, groups = self._builder, self.param_groups
             self._reducer.before_backward = _calling(weakref.WeakMethod(self._apply_clip))
             self._reducer.before_first_backward = lambda: builder.check_unwrapped(groups)
-        handles = [self._reducer.handles, getattr(self._stage, "handles", [])]
-        weakref.finalize(self, _leave, handles, self._reducer.slots)
+        self._handles = [self._reducer.handles, getattr(self._stage, "handles", [])]
+        weakref.finalize(self, _leave, self._handles, self._reducer.slots)
+        self._stage.at_loss = _calling(weakref.WeakMethod(self._retire))
         self._is_built = True
 
     def _after_new_buckets(self) -> None:
@@ -169,8 +171,26 @@ class AdamW(torch.optim.AdamW):
         self._tables.extend(len(slots), slots[0].bucket.device if slots else torch.device("cpu"))
         self._is_exposed = torch.zeros(len(slots), dtype=torch.uint8)
         for slot in slots:
-            register_layer(slot.param, self._stage)
+            former = register_layer(slot.param, self._stage)
+            if former is not None and former.at_loss is not None:
+                former.at_loss(slot.param)
         self._expose_state(self._tables.steps.cpu() > 0)
+
+    def _retire(self, param: nn.Parameter) -> None:
+        """Leave the parameters to a later optimizer that has taken over this one. Local."""
+        if not self._lost:
+            self._lost = next(slot.name for slot in self._reducer.slots if slot.param is param)
+            _leave(self._handles, self._reducer.slots)
+            for bucket in self._reducer.buckets:
+                bucket.is_released = True  # its memory is no longer that of the parameters
+
+    def check_in_charge(self) -> None:
+        """Raise RuntimeError if a later optimizer has taken a parameter over. Local."""
+        if self._lost:
+            raise RuntimeError(
+                f"a zero_shard.AdamW that was built later has taken over parameter {self._lost}: one optimizer trains "
+                "it at a time. Use the later one, or one optimizer with several groups"
+            )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group, as in torch. After construction all ranks must call it."""
@@ -210,6 +230,7 @@ class AdamW(torch.optim.AdamW):
                 "an average of the weights use zero_shard.ExponentialMovingAverage(optimizer); for a second model "
                 "build it anew and load what zero_shard.save has written"
             )
+        self.check_in_charge()
         self._reducer.take_back_replaced()
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
@@ -341,6 +362,7 @@ class AdamW(torch.optim.AdamW):
 
     def _adopt_unfrozen(self) -> None:
         """Take charge of parameters that were frozen when the optimizer was built. All ranks unfreeze alike."""
+        self.check_in_charge()
         if self._is_lent:
             raise RuntimeError(
                 "the model holds averaged weights, which a step would train; leave ExponentialMovingAverage.applied() "
@@ -533,11 +555,11 @@ class AdamW(torch.optim.AdamW):
         )
 
 
-def _calling(method: weakref.WeakMethod[Callable[[], None]]) -> Callable[[], None]:
-    def call() -> None:
+def _calling(method: weakref.WeakMethod[Callable[..., None]]) -> Callable[..., None]:
+    def call(*args: Any) -> None:
         alive = method()
         if alive is not None:
-            alive()
+            alive(*args)
 
     return call
 
@@ -556,5 +578,5 @@ def _leave(lists: Sequence[list[Any]], slots: Sequence[GradSlot]) -> None:
         for handle in handles:
             handle.remove()
     for slot in slots:
-        if isinstance(slot.param.grad, ShardedGrad):
-            slot.param.grad = None
+        if isinstance(slot.param.grad, ShardedGrad) and slot.param.grad is slot.handed:
+            slot.param.grad = slot.handed = None

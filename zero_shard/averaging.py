@@ -63,6 +63,7 @@ class ExponentialMovingAverage:
     @torch.no_grad()
     def update(self) -> None:
         """Take the present weights into the average; call it after ``optimizer.step()``. Local, one pass."""
+        self.optimizer.check_in_charge()
         if self.optimizer._is_lent:
             raise RuntimeError(f"update() would average the averages: {_WHILE_APPLIED}")
         self.optimizer._reducer.take_back_replaced()
@@ -95,6 +96,7 @@ class ExponentialMovingAverage:
         Raises:
             RuntimeError: There is no average yet, or (by ``optimizer.step()`` inside) training went on.
         """
+        self.optimizer.check_in_charge()
         if self.optimizer._is_lent:
             raise RuntimeError(f"applied() is active already: {_WHILE_APPLIED}")
         if self.num_updates == 0:

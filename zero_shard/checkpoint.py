@@ -164,6 +164,7 @@ def save(path: str | os.PathLike[str], module: nn.Module, optimizer: AdamW, **ex
     Raises:
         RuntimeError: Writing failed on some rank, on all ranks; what stood at ``path`` before is untouched.
     """
+    optimizer.check_in_charge()
     target, ranks = Path(path), optimizer._communicator
     optimizer._reducer.take_back_replaced()
     temporary = target.with_name(target.name + ".incomplete")
@@ -190,6 +191,7 @@ def load(path: str | os.PathLike[str], module: nn.Module, optimizer: AdamW) -> d
         FileNotFoundError: No complete checkpoint of this name.
         ValueError: A tensor is missing or has another shape; nothing has been changed then.
     """
+    optimizer.check_in_charge()
     source = Path(path)
     with optimizer._communicator.errors_on_all_ranks(f"loading {source}"):
         if not (source / _FACTS).is_file():

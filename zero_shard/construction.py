@@ -15,11 +15,13 @@ from torch.nn.parallel import DistributedDataParallel
 from zero_shard.buffers import Bucket, Place, Storage, make_bucket
 from zero_shard.collectives import Communicator
 from zero_shard.config import ZeroConfig
+from zero_shard.gathering import layer_of
 from zero_shard.layout import capped_bucket_nbytes, split_into_buckets
 from zero_shard.stages.base import Layer
 from zero_shard.stages.materialize import check_buffers, materialize
 from zero_shard.stages.parameters import ParameterSharding
 from zero_shard.stages.reduction import Reducer
+from zero_shard.stages.released import ReleasedParameter
 from zero_shard.stages.units import find_units
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -91,6 +93,7 @@ class Builder:
         if num_ranks > 1:
             self.check_unwrapped(groups)
         for name, param in named:
+            self._check_free(name, param)
             if param.dtype not in _DTYPES:
                 raise NotImplementedError(
                     f"parameter {name} has dtype {param.dtype}, expected one of float32, float64, bfloat16, float16; "
@@ -116,6 +119,22 @@ class Builder:
         _check_overlap([each for each in named if id(each[1]) not in self._bucketed])
         if isinstance(self._stage, ParameterSharding) and self._module is not None:
             find_units(self._module, config.units, self._bucket_nbytes(named))  # unknown class names raise here
+
+    def _check_free(self, name: str, param: nn.Parameter) -> None:
+        """Refuse a parameter that another optimizer shards at stage 3, or did until it was deleted."""
+        former = layer_of(param)
+        is_sharded = former is not self._stage and bool(getattr(former, "units", ()))
+        if former is None and isinstance(param, ReleasedParameter):
+            raise ValueError(
+                f"parameter {name} was sharded by a zero_shard.AdamW (stage 3) that has been deleted, and its shards "
+                "went with it; build the model anew and load a checkpoint"
+            )
+        if is_sharded:
+            raise ValueError(
+                f"parameter {name} is sharded by another zero_shard.AdamW (stage 3). To start anew on the same weights "
+                "edit that one (optimizer.param_groups, optimizer.state.clear()), or zero_shard.save and load them in "
+                "a new model; for several optimizers pass to each as module= only the part that it trains"
+            )
 
     def check_unwrapped(self, groups: Sequence[dict[str, Any]]) -> None:
         """Refuse parameters of a DistributedDataParallel: it would average gradients that have been taken away."""

@@ -18,9 +18,20 @@ from zero_shard.stages.parameters import ParameterSharding, Unit
 _layers: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
-def register_layer(param: nn.Parameter, layer: Layer) -> None:
-    """Note which optimizer's stage holds a parameter."""
+def register_layer(param: nn.Parameter, layer: Layer) -> Layer | None:
+    """Note which optimizer's stage holds a parameter; return the other one that has held it so far, if there is one."""
+    former = layer_of(param)
+    if former is layer:
+        return None
     _layers[param] = weakref.ref(layer)
+    return former
+
+
+def layer_of(param: nn.Parameter) -> Layer | None:
+    """Return the stage of the optimizer that holds a parameter."""
+    reference = _layers.get(param)
+    layer: Layer | None = None if reference is None else reference()
+    return layer
 
 
 @contextmanager
