@@ -82,6 +82,9 @@ def _warm_up(num_updates: int) -> float:
     return min(DECAY, (1 + num_updates) / (4 + num_updates))
 
 
+RUNS: list[tuple[Any, list[int]]] = [(DECAY, [0, 1, 2, 3]), (_warm_up, [1, 3])]
+
+
 def _train_and_average(stage: int, decay: Any) -> tuple[Weights, Weights, Tensor]:
     """Train, average, use the averages, and go on as if nothing had happened; return the full averages."""
     model = _net()
@@ -107,24 +110,24 @@ def _train_and_average(stage: int, decay: Any) -> tuple[Weights, Weights, Tensor
 
 
 def _average_everywhere() -> list[Any]:
-    return [_train_and_average(stage, decay) for decay in (DECAY, _warm_up) for stage in range(4)]
+    return [_train_and_average(stage, decay) for decay, stages in RUNS for stage in stages]
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_average_is_that_of_averaged_model_and_the_same_at_every_stage(world_size: int) -> None:
     results = ranks.run(world_size, _average_everywhere)
-    for start, decay in ((0, DECAY), (4, _warm_up)):
+    for start, (decay, stages) in zip((0, 4), RUNS, strict=True):
         want, output = _torch_average(world_size, decay)
         full, applied, _ = results[0][start]
         for name, tensor in full.items():
             torch.testing.assert_close(tensor, want[name].detach(), rtol=1e-12, atol=1e-12)
             assert tensor.stride() == want[name].stride()
         for of_rank in results:
-            for number in range(start, start + 4):
+            for number in range(start, start + len(stages)):
                 torch.testing.assert_close(of_rank[number][2], output, rtol=1e-12, atol=1e-12)
                 for name, tensor in of_rank[number][1].items():
-                    assert torch.equal(tensor, applied[name]), f"stage {number - start}, {name}"
-        for number in range(start, start + 4):
+                    assert torch.equal(tensor, applied[name]), f"stage {stages[number - start]}, {name}"
+        for number in range(start, start + len(stages)):
             for name, tensor in results[0][number][0].items():
                 assert torch.equal(tensor, full[name]) and torch.equal(tensor, applied[name]), name
 

@@ -61,7 +61,7 @@ def _alive(references: list[weakref.ref[Any]]) -> list[Any]:
 # --- deletion ---
 
 
-def _delete_all(stage: int, order: str, collects: bool) -> None:
+def _delete_all(stage: int, order: str) -> None:
     model, optimizer = _build(stage, torch.bfloat16 if stage % 2 else torch.float32)
     for step in range(2):
         _step(model, optimizer, step)
@@ -74,9 +74,7 @@ def _delete_all(stage: int, order: str, collects: bool) -> None:
     else:
         del optimizer
         del model
-    if collects:
-        gc.collect()
-    assert not _alive(references), f"stage {stage}, {order} first, {'with' if collects else 'without'} gc.collect()"
+    assert not _alive(references), f"stage {stage}, {order} first, without gc.collect(): {_alive(references)}"
 
 
 def _delete_in_mid_backward(stage: int) -> None:
@@ -155,8 +153,7 @@ def _deletions() -> None:
     try:
         for stage in range(4):
             for order in ("model", "optimizer"):
-                for collects in (False, True):
-                    _delete_all(stage, order, collects)
+                _delete_all(stage, order)
             _delete_average(stage)
             _delete_in_mid_backward(stage)
             if stage < 3:
@@ -186,6 +183,10 @@ def _census() -> dict[str, int]:
         "groups": len(dist.distributed_c10d._world.pg_map),
         "files": len(os.listdir("/proc/self/fd")),
     }
+
+
+def _assert_no_more(after: dict[str, int], before: dict[str, int], where: str) -> None:
+    assert all(after[kind] <= count for kind, count in before.items()), f"{where}: {before}, then {after}"
 
 
 def _rss_mib() -> float:
@@ -262,7 +263,7 @@ def _repeat_all() -> list[Any]:
 def test_repeated_runs_leave_nothing_behind() -> None:
     for results in ranks.run(2, _repeat_all):
         for cycle, (before, after) in zip(CYCLES, results, strict=True):
-            assert after == before, cycle.__name__
+            _assert_no_more(after, before, cycle.__name__)
 
 
 def _build_and_step(stage: int) -> None:
@@ -274,7 +275,7 @@ def _build_and_step(stage: int) -> None:
 
 
 def _thirty_builds() -> tuple[float, float, dict[str, int], dict[str, int]]:
-    for number in range(12):
+    for number in range(8):
         _build_and_step(number % 4)
     before, start = _census(), _rss_mib()
     for number in range(30):
@@ -285,5 +286,5 @@ def _thirty_builds() -> tuple[float, float, dict[str, int], dict[str, int]]:
 def test_thirty_builds_in_a_row_do_not_grow() -> None:
     """At every stage there are seven builds; one copy of the parameters that each leaves behind would be 28 MiB."""
     for start, end, before, after in ranks.run(2, _thirty_builds, fresh=True):
-        assert after == before
+        _assert_no_more(after, before, "thirty builds")
         assert end - start < 20, f"{start:.0f} MiB, then {end:.0f} MiB"
