@@ -244,6 +244,11 @@ def _later_parameters(stage: int) -> None:
 
 def _sixteen_bits(stage: int, dtype: torch.dtype) -> None:
     """16-bit weights are averaged by their float32 masters, and masters come back to the bit."""
+    alone = _net(dtype)
+    alone_optimizer = _build(alone, stage)
+    for step in range(4):
+        _step(alone, alone_optimizer, step)
+    without = sharded_snapshot(alone, alone_optimizer)
     model = _net(dtype)
     optimizer = _build(model, stage)
     average = ExponentialMovingAverage(optimizer, 0.9)
@@ -265,6 +270,12 @@ def _sixteen_bits(stage: int, dtype: torch.dtype) -> None:
         )
         for name, tensor in full["averages"].items():
             assert tensor.dtype == torch.float32 and torch.equal(tensor.to(dtype), applied[name])
+    _step(model, optimizer, 3)
+    after = sharded_snapshot(model, optimizer)
+    if dist.get_rank() == 0:
+        assert_snapshots_close(after, without, EXACT, "trained on")
+    for mine, theirs in zip(optimizer._reducer.buckets, alone_optimizer._reducer.buckets, strict=True):
+        assert mine.low is None or torch.equal(mine.low, theirs.low), "the masters were rounded"
 
 
 def _through_a_checkpoint(stage: int, path: str) -> None:

@@ -19,6 +19,8 @@ def copy_bucket(bucket: Bucket, memo: dict[int, Any]) -> Bucket:
     # Tensors that share a storage share its copy, so that views of ``full`` are views of its copy.
     vars(copied).update(copy.deepcopy({name: value for name, value in vars(bucket).items() if name != "grad"}, memo))
     copied.grad, copied.has_sums = None, False
-    for param, view in zip(copied.params, copied.views, strict=True):
+    for original, param, view in zip(bucket.params, copied.params, copied.views, strict=True):
         param.data = view
+        if getattr(param, "grad_dtype", None) != getattr(original, "grad_dtype", None):
+            param.grad_dtype = original.grad_dtype
     return copied
