@@ -160,6 +160,8 @@ def _second_at_stage_3() -> None:
     gc.collect()
     with pytest.raises(ValueError, match=r"0\.weight was sharded by .* deleted.*load a checkpoint"):
         _build(model, 2)
+    with pytest.raises(RuntimeError, match=r"0\.weight .* deleted.*load a checkpoint"):
+        zero_shard.full_state_dict(model)
 
 
 def _all() -> None:

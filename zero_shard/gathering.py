@@ -14,6 +14,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from zero_shard.collectives import default_rank
 from zero_shard.stages.base import Layer
 from zero_shard.stages.parameters import ParameterSharding, Unit
+from zero_shard.stages.released import ReleasedParameter
 
 _layers: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
@@ -103,10 +104,12 @@ def _params_of(value: nn.Module | nn.Parameter | Iterable[nn.Parameter]) -> list
 def _by_layer(params: Sequence[nn.Parameter]) -> list[tuple[Layer, list[nn.Parameter]]]:
     found: dict[int, tuple[Layer, list[nn.Parameter]]] = {}
     for param in params:
-        reference = _layers.get(param)
-        if reference is None:
-            continue
-        layer = reference()
+        layer = layer_of(param)
         if layer is not None:
             found.setdefault(id(layer), (layer, []))[1].append(param)
+        elif isinstance(param, ReleasedParameter):
+            raise RuntimeError(
+                f"{param!r} was sharded by a zero_shard.AdamW that has been deleted, and its shards with it; build "
+                "the model anew and load a checkpoint"
+            )
     return list(found.values())
