@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import zero_shard
-from zero_shard import ExponentialMovingAverage, collectives
+from zero_shard import ExponentialMovingAverage, averaging, collectives
 
 D = torch.float64
 DECAY = 0.75
@@ -259,6 +259,8 @@ def _sixteen_bits(stage: int, dtype: torch.dtype) -> None:
     before, full = sharded_snapshot(model, optimizer), average.full_state_dict()
     with average.applied():
         applied = _full(model)
+        for bucket, held in average._averages.items():  # masters too, as a save inside would write them
+            assert all(torch.equal(part, weights) for part, weights in averaging._chunks(bucket, held))
     after = sharded_snapshot(model, optimizer)
     now = [bucket.low for bucket in optimizer._reducer.buckets if bucket.low is not None]
     assert lows and all(torch.equal(left, right) for left, right in zip(now, lows, strict=True))

@@ -88,6 +88,9 @@ def _train_both(stage: int) -> None:
     ours = {param.untyped_storage()._cdata for param in model.parameters()}
     assert not ours & {param.untyped_storage()._cdata for param in params}
     assert all(param.grad is None for param in params)
+    for bucket in twin_optimizer._reducer.buckets:
+        for param, view in zip(bucket.params, bucket.views, strict=True):
+            assert param.data_ptr() == view.data_ptr() and view.untyped_storage().data_ptr() == bucket.full.data_ptr()
     entries = optimizer.state_dict()["state"], twin_optimizer.state_dict()["state"]
     for number, entry in entries[0].items():
         for key, value in entry.items():
