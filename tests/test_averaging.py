@@ -16,6 +16,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import zero_shard
 from zero_shard import ExponentialMovingAverage, averaging, collectives
 
+LIMIT_S = 150.0  # many cases in one launch
+
 D = torch.float64
 DECAY = 0.75
 STEPS = 5
@@ -115,7 +117,7 @@ def _average_everywhere() -> list[Any]:
 
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_average_is_that_of_averaged_model_and_the_same_at_every_stage(world_size: int) -> None:
-    results = ranks.run(world_size, _average_everywhere)
+    results = ranks.run(world_size, _average_everywhere, limit_s=LIMIT_S)
     for start, (decay, stages) in zip((0, 4), RUNS, strict=True):
         want, output = _torch_average(world_size, decay)
         full, applied, _ = results[0][start]
@@ -319,7 +321,7 @@ def _all_objects(path: str) -> None:
 
 
 def test_average_as_an_object(tmp_path: Any) -> None:
-    ranks.run(2, _all_objects, str(tmp_path / "checkpoint"))
+    ranks.run(2, _all_objects, str(tmp_path / "checkpoint"), limit_s=LIMIT_S)
 
 
 # --- torch's own ---
@@ -351,7 +353,7 @@ def _torch_averages() -> list[Weights]:
 
 def test_averaged_model_works_where_the_model_is_whole() -> None:
     want, _ = _torch_average(2, DECAY)
-    for of_rank in ranks.run(2, _torch_averages):
+    for of_rank in ranks.run(2, _torch_averages, limit_s=LIMIT_S):
         for weights in of_rank:
             for name, tensor in weights.items():
                 torch.testing.assert_close(tensor, want[name], rtol=1e-12, atol=1e-12)

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 import zero_shard
 from zero_shard import collectives
 
+LIMIT_S = 150.0  # many cases in one launch
+
 D = torch.float64
 STAGES = (0, 1, 2)
 
@@ -240,12 +242,12 @@ def _deleted_copy(stage: int) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_deepcopy_gives_a_pair_that_trains_on_by_itself(world_size: int) -> None:
-    ranks.run(world_size, _all, _train_both, _of_the_optimizer_alone)
+    ranks.run(world_size, _all, _train_both, _of_the_optimizer_alone, limit_s=LIMIT_S)
 
 
 def test_copies_and_originals_are_freed_one_by_one() -> None:
-    ranks.run(2, _all, _deleted_original, _deleted_copy)
+    ranks.run(2, _all, _deleted_original, _deleted_copy, limit_s=LIMIT_S)
 
 
 def test_copies_of_one_rank_and_of_every_kind_of_state() -> None:
-    ranks.run(2, _all, _copied_on_one_rank, _every_kind_of_state)
+    ranks.run(2, _all, _copied_on_one_rank, _every_kind_of_state, limit_s=LIMIT_S)

@@ -22,6 +22,8 @@ import zero_shard
 from zero_shard import collectives
 from zero_shard.stages import reduction
 
+LIMIT_S = 150.0  # many cases in one launch
+
 Pair = tuple[nn.Module, Any]
 
 
@@ -164,7 +166,7 @@ def _deletions() -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_deleting_model_and_optimizer_frees_everything(world_size: int) -> None:
-    ranks.run(world_size, _deletions)
+    ranks.run(world_size, _deletions, limit_s=LIMIT_S)
 
 
 # --- repetition ---
@@ -261,7 +263,7 @@ def _repeat_all() -> list[Any]:
 
 
 def test_repeated_runs_leave_nothing_behind() -> None:
-    for results in ranks.run(2, _repeat_all):
+    for results in ranks.run(2, _repeat_all, limit_s=LIMIT_S):
         for cycle, (before, after) in zip(CYCLES, results, strict=True):
             _assert_no_more(after, before, cycle.__name__)
 
@@ -285,6 +287,6 @@ def _thirty_builds() -> tuple[float, float, dict[str, int], dict[str, int]]:
 
 def test_thirty_builds_in_a_row_do_not_grow() -> None:
     """At every stage there are seven builds; one copy of the parameters that each leaves behind would be 28 MiB."""
-    for start, end, before, after in ranks.run(2, _thirty_builds, fresh=True):
+    for start, end, before, after in ranks.run(2, _thirty_builds, fresh=True, limit_s=LIMIT_S):
         _assert_no_more(after, before, "thirty builds")
         assert end - start < 20, f"{start:.0f} MiB, then {end:.0f} MiB"

@@ -19,11 +19,11 @@ LAUNCH_LIMIT_S = 150.0
 
 
 def stages_of(name: str, world_size: int) -> list[int]:
-    """Return the stages of a script: all on two ranks; on three they take turns, as schedulers do, to save time."""
+    """Return the stages of a script: all on two ranks; on three they take turns, as schedulers always do."""
     turn = list(SCRIPTS).index(name)
     if name.startswith("scheduler"):
-        return [turn % 2, turn % 2 + 2] if world_size == 2 else [(turn + 1) % 4]
-    stages = [0, 1, 2, 3] if world_size == 2 else [turn % 2, turn % 2 + 2]
+        return [(turn + world_size) % 4]
+    stages = [0, 1, 2, 3] if world_size == 2 else [turn % 4]
     return [stage for stage in stages if stage < 3 or name != "warm_restart"]  # refused at stage 3
 
 
