@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import pickle
 import warnings
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -16,7 +15,6 @@ import torch.distributed as dist
 from oracle import (
     EXACT,
     TOLERANCE,
-    Snapshot,
     Tolerance,
     assert_ranks_agree,
     assert_snapshots_close,
@@ -764,38 +762,3 @@ def test_state_of_another_layout_is_refused_with_the_way_out() -> None:
     for texts in ranks.run(2, _of_another_layout):
         for text in texts:
             assert "another stage, world size or config" in text and "full_state_dict" in text, text
-
-
-def _copied_optimizer(stage: int) -> None:
-    model, optimizer = _net_and_optimizer(stage)
-    for refused in (copy.deepcopy, pickle.dumps):
-        with pytest.raises(NotImplementedError, match=r"zero_shard.AdamW is not available.*state_dict"):
-            refused(optimizer)
-    copied_model = copy.deepcopy(model)  # the way that the error names
-    copied = _build(copied_model, stage)
-    copied.load_state_dict(optimizer.state_dict())
-    before: Snapshot = sharded_snapshot(model, optimizer)
-    for step in range(2, 4):
-        _step(copied_model, copied, step)
-    again = sharded_snapshot(model, optimizer)
-    if dist.get_rank() == 0:
-        assert_snapshots_close(again, before, EXACT, "the original after its copy has trained")
-    for step in range(2, 4):
-        _step(model, optimizer, step)
-    ours, theirs = sharded_snapshot(model, optimizer), sharded_snapshot(copied_model, copied)
-    if dist.get_rank() == 0:
-        assert_snapshots_close(theirs, ours, EXACT, "the copy")
-
-
-def _net_and_optimizer(stage: int) -> tuple[nn.Module, zero_shard.AdamW]:
-    model = _net()
-    optimizer = _build(model, stage)
-    for step in range(2):
-        _step(model, optimizer, step)
-    return model, optimizer
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2])
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_deepcopy_is_refused_and_the_way_that_the_error_names_works(world_size: int, stage: int) -> None:
-    ranks.run(world_size, _copied_optimizer, stage)

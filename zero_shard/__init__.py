@@ -1,11 +1,22 @@
 """zero_shard: a sharded AdamW for PyTorch."""
 
 from zero_shard.adamw import AdamW
+from zero_shard.averaging import ExponentialMovingAverage
 from zero_shard.checkpoint import load, save
 from zero_shard.config import ZeroConfig
 from zero_shard.gathering import full_state_dict, gathered
 from zero_shard.plan import Usage
 from zero_shard.sharded_grad import ShardedGrad
 
-__all__ = ["AdamW", "ShardedGrad", "Usage", "ZeroConfig", "full_state_dict", "gathered", "load", "save"]
+__all__ = [
+    "AdamW",
+    "ExponentialMovingAverage",
+    "ShardedGrad",
+    "Usage",
+    "ZeroConfig",
+    "full_state_dict",
+    "gathered",
+    "load",
+    "save",
+]
 __version__ = "0.1.0"

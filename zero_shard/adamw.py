@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import sys
 import warnings
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from itertools import compress
@@ -20,7 +22,9 @@ from zero_shard.buffers import Bucket
 from zero_shard.collectives import Communicator, ProcessGroup
 from zero_shard.config import ZeroConfig, load_config
 from zero_shard.construction import Builder, check_amsgrad
+from zero_shard.copying import copy_bucket
 from zero_shard.gathering import register_layer
+from zero_shard.groups import Groups, number_params, pack_groups, unpack_groups
 from zero_shard.masters import note_weights
 from zero_shard.plan import Usage, describe_storage, floor_sent_nbytes, promised_nbytes
 from zero_shard.sharded_grad import ShardedGrad
@@ -33,7 +37,6 @@ from zero_shard.state import (
     clear_state,
     copy_state,
     full_state,
-    groups_to_load,
     layout_entry,
     low_parts,
 )
@@ -116,11 +119,7 @@ class AdamW(torch.optim.AdamW):
 
     def _prepare(self, communicator: Communicator, module: nn.Module | None) -> dict[str, str]:
         """Check everything that one rank can check alone; return what ranks must agree on."""
-        self._communicator = communicator
-        self._kernels = ops.select(self.config.kernels)
-        self._stage = build_stage(self.config, communicator)
-        self._reducer = Reducer(communicator, self._kernels, self.config.reduce_dtype, self._stage.reduces_in_backward)
-        self._reducer.exchanges.takes_squares = self.config.max_grad_norm is not None or self.config.skip_nonfinite
+        self._set_up(communicator)
         self._builder = Builder(self.config, communicator, self._stage, self._reducer, module)
         self._builder.check(self.param_groups)
         facts = {"config.check": repr(self.config.check)}
@@ -134,21 +133,37 @@ class AdamW(torch.optim.AdamW):
         facts["the order of parameters"] = ", ".join(name for name, _ in self._builder.named_params(self.param_groups))
         return facts
 
-    def _build(self) -> None:
+    def _set_up(self, communicator: Communicator) -> None:
+        """Make everything that needs the config only."""
+        self._communicator = communicator
+        self._kernels = ops.select(self.config.kernels)
+        self._stage = build_stage(self.config, communicator)
+        self._reducer = Reducer(communicator, self._kernels, self.config.reduce_dtype, self._stage.reduces_in_backward)
+        self._reducer.exchanges.takes_squares = self.config.max_grad_norm is not None or self.config.skip_nonfinite
         self._tables = SlotTables()
         self._is_exposed = torch.zeros(0, dtype=torch.uint8)  # [P]: `self.state` shows the slot's state
         self._clip_coefficient: Tensor | None = None
         self._found_inf: Tensor | None = None  # of the present step, where the host does not wait for it
         self._unreported_norm: Tensor | None = None
         self._sent_before_step = self._sent_in_step = 0
+        self._is_lent = False  # the parameters hold other numbers for a while (averages)
+        self._lost = ""  # name of a parameter that a later optimizer has taken over
+
+    def _build(self) -> None:
+        self._communicator.agree_on_number()
         self._builder.build(self.param_groups)
+        self._start()
+
+    def _start(self) -> None:
+        """Wire up what has been built."""
         self._after_new_buckets()
         if self._communicator.num_ranks > 1:
             builder, groups = self._builder, self.param_groups
             self._reducer.before_backward = _calling(weakref.WeakMethod(self._apply_clip))
             self._reducer.before_first_backward = lambda: builder.check_unwrapped(groups)
-        handles = [self._reducer.handles, getattr(self._stage, "handles", [])]
-        weakref.finalize(self, _leave, handles, self._reducer.slots)
+        self._handles = [self._reducer.handles, getattr(self._stage, "handles", [])]
+        weakref.finalize(self, _leave, self._handles, self._reducer.slots)
+        self._stage.at_loss = _calling(weakref.WeakMethod(self._retire))
         self._is_built = True
         if self._communicator.rank == 0:
             _LOG.info(
@@ -163,8 +178,26 @@ class AdamW(torch.optim.AdamW):
         self._tables.extend(len(slots), slots[0].bucket.device if slots else torch.device("cpu"))
         self._is_exposed = torch.zeros(len(slots), dtype=torch.uint8)
         for slot in slots:
-            register_layer(slot.param, self._stage)
+            former = register_layer(slot.param, self._stage)
+            if former is not None and former.at_loss is not None:
+                former.at_loss(slot.param)
         self._expose_state(self._tables.steps.cpu() > 0)
+
+    def _retire(self, param: nn.Parameter) -> None:
+        """Leave the parameters to a later optimizer that has taken over this one. Local."""
+        if not self._lost:
+            self._lost = next(slot.name for slot in self._reducer.slots if slot.param is param)
+            _leave(self._handles, self._reducer.slots)
+            for bucket in self._reducer.buckets:
+                bucket.is_released = True  # its memory is no longer that of the parameters
+
+    def check_in_charge(self) -> None:
+        """Raise RuntimeError if a later optimizer has taken a parameter over. Local."""
+        if self._lost:
+            raise RuntimeError(
+                f"a zero_shard.AdamW that was built later has taken over parameter {self._lost}: one optimizer trains "
+                "it at a time. Use the later one, or one optimizer with several groups"
+            )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group, as in torch. After construction all ranks must call it."""
@@ -189,10 +222,43 @@ class AdamW(torch.optim.AdamW):
         self._builder.build(self.param_groups)
         self._after_new_buckets()
 
-    def __deepcopy__(self, memo: Any) -> AdamW:
+    def __deepcopy__(self, memo: dict[int, Any]) -> AdamW:
+        """Return an optimizer like this one over copies of its parameters, without gradients. Local.
+
+        ``copy.deepcopy((model, optimizer))`` copies both, so that they belong together; of the optimizer alone it
+        copies the parameters, too. Hooks are not copied: as in torch.
+
+        Raises:
+            NotImplementedError: Stage 3, where the model can't be copied.
+        """
+        if getattr(self._stage, "units", ()):
+            raise NotImplementedError(
+                "copy.deepcopy of zero_shard.AdamW is not available at stage 3, where no rank has the whole model. For "
+                "an average of the weights use zero_shard.ExponentialMovingAverage(optimizer); for a second model "
+                "build it anew and load what zero_shard.save has written"
+            )
+        self.check_in_charge()
+        self._reducer.take_back_replaced()
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        with torch.inference_mode(False), torch.no_grad():
+            buckets = [copy_bucket(bucket, memo) for bucket in self._reducer.buckets]
+            settings = copy.deepcopy({"defaults": self.defaults, "param_groups": self.param_groups}, memo)
+            copied.__setstate__({**settings, "state": defaultdict(dict)})  # type: ignore[no-untyped-call]
+            copied._step_supports_amp_scaling, copied._is_built = False, False
+            copied.config = self.config
+            copied._set_up(self._communicator.copy())
+            copied._builder = self._builder.copy(copied._communicator, copied._stage, copied._reducer, memo)
+            for bucket in buckets:
+                copied._reducer.add_bucket(bucket)
+            copied._tables.steps = self._tables.steps.clone()
+            copied._start()
+        return copied
+
+    def __copy__(self) -> AdamW:
         raise NotImplementedError(
-            "copy.deepcopy of zero_shard.AdamW is not available: its buffers belong to the parameters. Copy the model "
-            "(stages 0 to 2), build a new optimizer on the copy, and load_state_dict(optimizer.state_dict()) into it"
+            "copy.copy of zero_shard.AdamW is not available: two optimizers can't share buffers. "
+            "Use copy.deepcopy((model, optimizer))"
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -209,17 +275,18 @@ class AdamW(torch.optim.AdamW):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients, or set them to zero."""
-        self._clip_coefficient = None
-        self._reducer.zero_grad(set_to_none)
-        for group in self.param_groups:
-            for param in group["params"]:
-                if set_to_none:
-                    param.grad = None
-                elif param.grad is not None and not isinstance(param.grad, ShardedGrad):
-                    if param.grad.grad_fn is not None:
-                        param.grad.detach_()
-                    with torch.no_grad():
-                        param.grad.zero_()
+        with torch.autograd.profiler.record_function(self._zero_grad_profile_name):
+            self._clip_coefficient = None
+            self._reducer.zero_grad(set_to_none)
+            for group in self.param_groups:
+                for param in group["params"]:
+                    if set_to_none:
+                        param.grad = None
+                    elif param.grad is not None and not isinstance(param.grad, ShardedGrad):
+                        if param.grad.grad_fn is not None:
+                            param.grad.detach_()
+                        with torch.no_grad():
+                            param.grad.zero_()
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
@@ -302,6 +369,12 @@ class AdamW(torch.optim.AdamW):
 
     def _adopt_unfrozen(self) -> None:
         """Take charge of parameters that were frozen when the optimizer was built. All ranks unfreeze alike."""
+        self.check_in_charge()
+        if self._is_lent:
+            raise RuntimeError(
+                "the model holds averaged weights, which a step would train; leave ExponentialMovingAverage.applied() "
+                "first"
+            )
         if self._builder.has_new_params(self.param_groups):
             self._builder.build(self.param_groups)
             self._after_new_buckets()
@@ -417,12 +490,25 @@ class AdamW(torch.optim.AdamW):
         low halves of 16-bit masters (``low``), and a ``zero_shard`` entry that says which part it is. Loads into an
         optimizer of the same stage, world size and config; `full_state_dict` and `zero_shard.save` load anywhere.
         """
-        state_dict = super().state_dict()
-        for number, low in low_parts(self._reducer.slots, self.param_groups).items():
-            if number in state_dict["state"]:
-                state_dict["state"][number] = {**state_dict["state"][number], "low": low}
-        state_dict[LAYOUT_KEY] = layout_entry(self._reducer.slots, self.param_groups, self._communicator)
+        for hook in self._optimizer_state_dict_pre_hooks.values():
+            hook(self)
+        state_dict = self._pack_state()
+        for after in self._optimizer_state_dict_post_hooks.values():
+            changed = after(self, state_dict)
+            state_dict = state_dict if changed is None else changed
         return state_dict
+
+    def _pack_state(self) -> dict[str, Any]:
+        slots, numbers = self._reducer.slots, number_params(self.param_groups)
+        state: dict[Any, Any] = {
+            numbers.get(id(key)) if isinstance(key, Tensor) else key: entry for key, entry in self.state.items()
+        }
+        state.pop(None, None)  # of parameters that have left their group
+        for number, low in low_parts(slots, self.param_groups).items():
+            if number in state:
+                state[number] = {**state[number], "low": low}
+        layout = layout_entry(slots, self.param_groups, self._communicator)
+        return {"state": state, "param_groups": pack_groups(self.param_groups), LAYOUT_KEY: layout}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -432,15 +518,25 @@ class AdamW(torch.optim.AdamW):
             ValueError: Groups or shapes differ, or the layout is another one. Nothing has been changed then.
             NotImplementedError: A group has amsgrad, which 8-bit moments do not know; the same.
         """
+        state_dict = state_dict.copy()  # hooks may change it
+        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = hook(self, state_dict)
+            state_dict = state_dict if changed is None else changed
         self._reducer.take_back_replaced()
         loaded = check_state_dict(state_dict, self._reducer.slots, self.param_groups)
         check_amsgrad(state_dict["param_groups"], self.config.state_dtype)
-        groups = groups_to_load(state_dict["param_groups"], self.param_groups)
         with torch.inference_mode(False):
-            self._is_exposed.zero_()
-            super().load_state_dict({"state": {}, "param_groups": groups})
+            self._load_groups(state_dict["param_groups"])
             copy_state(loaded, self._reducer.slots, self._tables.steps)
             self._expose_state(self._tables.steps.cpu() > 0)
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
+
+    def _load_groups(self, saved: Groups) -> None:
+        """Take over the settings of saved groups; ``self.state`` shows nothing afterwards."""
+        groups = unpack_groups(saved, self.param_groups)
+        self.__setstate__({"state": defaultdict(dict), "param_groups": groups})  # type: ignore[no-untyped-call]
+        self._is_exposed.zero_()
 
     @torch.no_grad()
     def full_state_dict(self) -> dict[str, Any]:
@@ -454,7 +550,7 @@ class AdamW(torch.optim.AdamW):
         )
         if self._communicator.rank != 0:
             return {}
-        return {"state": state, "param_groups": super().state_dict()["param_groups"]}
+        return {"state": state, "param_groups": pack_groups(self.param_groups)}
 
     def usage(self) -> Usage:
         """Return this rank's bytes: model state promised and held now, sent at the least and sent in the last step."""
@@ -468,11 +564,11 @@ class AdamW(torch.optim.AdamW):
         )
 
 
-def _calling(method: weakref.WeakMethod[Callable[[], None]]) -> Callable[[], None]:
-    def call() -> None:
+def _calling(method: weakref.WeakMethod[Callable[..., None]]) -> Callable[..., None]:
+    def call(*args: Any) -> None:
         alive = method()
         if alive is not None:
-            alive()
+            alive(*args)
 
     return call
 
@@ -491,5 +587,5 @@ def _leave(lists: Sequence[list[Any]], slots: Sequence[GradSlot]) -> None:
         for handle in handles:
             handle.remove()
     for slot in slots:
-        if isinstance(slot.param.grad, ShardedGrad):
-            slot.param.grad = None
+        if isinstance(slot.param.grad, ShardedGrad) and slot.param.grad is slot.handed:
+            slot.param.grad = slot.handed = None

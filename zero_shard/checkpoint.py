@@ -35,6 +35,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from zero_shard.adamw import AdamW
 from zero_shard.buffers import STATE_NAMES, Bucket
 from zero_shard.construction import check_amsgrad
+from zero_shard.groups import pack_groups
 from zero_shard.masters import master_part, note_weights
 from zero_shard.number_formats import split_masters_
 from zero_shard.stages.slots import GradSlot
@@ -165,6 +166,7 @@ def save(path: str | os.PathLike[str], module: nn.Module, optimizer: AdamW, **ex
     Raises:
         RuntimeError: Writing failed on some rank, on all ranks; what stood at ``path`` before is untouched.
     """
+    optimizer.check_in_charge()
     target, ranks = Path(path), optimizer._communicator
     optimizer._reducer.take_back_replaced()
     temporary = target.with_name(target.name + ".incomplete")
@@ -191,6 +193,7 @@ def load(path: str | os.PathLike[str], module: nn.Module, optimizer: AdamW) -> d
         FileNotFoundError: No complete checkpoint of this name.
         ValueError: A tensor is missing or has another shape; nothing has been changed then.
     """
+    optimizer.check_in_charge()
     source = Path(path)
     with optimizer._communicator.errors_on_all_ranks(f"loading {source}"):
         if not (source / _FACTS).is_file():
@@ -267,7 +270,7 @@ def _plain_tensors(module: nn.Module, optimizer: AdamW) -> Iterator[tuple[str, T
 def _facts(module: nn.Module, optimizer: AdamW) -> dict[str, Any]:
     steps = optimizer._tables.steps.tolist()
     return {
-        "param_groups": torch.optim.Optimizer.state_dict(optimizer)["param_groups"],
+        "param_groups": pack_groups(optimizer.param_groups),
         "group_names": _group_names(module, optimizer),
         "extra_states": {
             name: value for name, value in module.state_dict(keep_vars=True).items() if not isinstance(value, Tensor)
@@ -325,7 +328,7 @@ def _commit(
         key = f"{name}._extra_state" if name else "_extra_state"
         if key in facts["extra_states"]:
             each.set_extra_state(facts["extra_states"][key])
-    torch.optim.Optimizer.load_state_dict(optimizer, {"state": {}, "param_groups": facts["param_groups"]})
+    optimizer._load_groups(facts["param_groups"])
     for bucket, shards, _, rests in targets:
         weights = shards.pop("shard")
         if shards:
@@ -355,7 +358,6 @@ def _commit(
     optimizer._stage.finish_publishing()
     steps = [float(facts["steps"].get(name, 0.0)) for name, _ in _named_slots(module, optimizer)]
     optimizer._tables.steps.copy_(torch.tensor(steps, dtype=torch.float32))
-    optimizer._is_exposed.zero_()
     optimizer._expose_state(optimizer._tables.steps.cpu() > 0)
 
 

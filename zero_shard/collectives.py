@@ -14,12 +14,15 @@ On NCCL the native calls are used: in one node they run at the speed of the link
 
 from __future__ import annotations
 
+import copy
 import os
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +34,7 @@ ProcessGroup = dist.ProcessGroup
 # Called with a label before each collective; tests set it to inject delays.
 before_collective: Callable[[str], None] | None = None
 
+DRAIN = "zero_shard drain"  # name of threads
 _TAG_BASE = 0x5A0000  # keeps our messages apart from those a user sends with small tags
 _TAGS_PER_OPTIMIZER = 1 << 20
 _NUM_TAG_SPACES = 256
@@ -72,6 +76,12 @@ class Pending:
         self._tensors = []
         return True
 
+    def __del__(self) -> None:
+        # gloo wedges the connection if a buffer goes away before its message has come, as when an exception ends a
+        # backward and everything is deleted. So somebody has to hold it until then.
+        if self._works and not self._is_native and not sys.is_finalizing():
+            threading.Thread(target=_drain, args=(self._works, self._tensors), name=DRAIN, daemon=True).start()
+
     def _finish(self) -> None:
         works, self._works = self._works, []
         try:
@@ -79,6 +89,13 @@ class Pending:
                 work.wait()
         except RuntimeError as error:
             self._error = error
+
+
+def _drain(works: Sequence[Any], tensors: Sequence[Tensor]) -> None:
+    """Wait for communication that nobody waits for any more; holds its tensors until then."""
+    with suppress(RuntimeError):
+        for work in works:
+            work.wait()
 
 
 class Hop(NamedTuple):
@@ -115,11 +132,7 @@ class Communicator:
         self.shards = Hop(process_group, self.rank, self.num_ranks)
         self.replicas = Hop(None, 0, 1)
         self.sent_nbytes = 0
-        # Optimizers on one group are numbered in the order of their construction, the same on all ranks.
-        self.number = _num_built.get(process_group, 0) if process_group is not None else 0
-        if process_group is not None:
-            _num_built[process_group] = self.number + 1
-        self._first_tag = _TAG_BASE + self.number % _NUM_TAG_SPACES * _TAGS_PER_OPTIMIZER
+        self.number = self._next_number()
         self._native_devices = {device for device, backend in _backends(process_group).items() if backend == "nccl"}
         self.control = _control_group(process_group)
 
@@ -141,6 +154,33 @@ class Communicator:
         replica_group = _sub_group(self.group, replica_members, timeout)
         self.shards = Hop(shard_group, shard_rank, num_shards)
         self.replicas = Hop(replica_group, replica, self.num_ranks // num_shards)
+
+    def copy(self) -> Communicator:
+        """Return a communicator over the same groups for another optimizer. Local."""
+        copied = copy.copy(self)
+        vars(copied).pop("_first_tag", None)
+        copied.number, copied.sent_nbytes = self._next_number(), 0
+        return copied
+
+    def _next_number(self) -> int:
+        """Number the optimizers on one group in the order in which this rank made them."""
+        number = 0 if self.group is None else _num_built.get(self.group, 0)
+        if self.group is not None:
+            _num_built[self.group] = number + 1
+        return number
+
+    def agree_on_number(self) -> None:
+        """Have the same number on all ranks, some of which may have copied more optimizers. All ranks call; blocks."""
+        self.number = int(self.agree(torch.tensor([self.number]), "max", "the number of the optimizer").item())
+        if self.group is not None:
+            _num_built[self.group] = max(_num_built[self.group], self.number + 1)
+        self._first_tag = _TAG_BASE + self.number % _NUM_TAG_SPACES * _TAGS_PER_OPTIMIZER
+
+    @cached_property
+    def _first_tag(self) -> int:
+        """Where this optimizer's tags begin. A copy, which is made without communication, asks all ranks here."""
+        self.agree_on_number()
+        return int(vars(self)["_first_tag"])
 
     # ---- buckets -------------------------------------------------------------------------------------------
 

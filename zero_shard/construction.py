@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
@@ -14,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from zero_shard.buffers import Bucket, Place, Storage, make_bucket
 from zero_shard.collectives import Communicator
 from zero_shard.config import ZeroConfig
+from zero_shard.gathering import layer_of
 from zero_shard.layout import capped_bucket_nbytes, split_into_buckets
 from zero_shard.masters import keep_own
 from zero_shard.precision import Precision
@@ -21,6 +23,7 @@ from zero_shard.stages.base import Layer
 from zero_shard.stages.materialize import check_buffers, materialize
 from zero_shard.stages.parameters import ParameterSharding
 from zero_shard.stages.reduction import Reducer
+from zero_shard.stages.released import ReleasedParameter
 from zero_shard.stages.units import find_units
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -52,6 +55,16 @@ class Builder:
         self._num_shards = 0
         dtypes = config.param_dtypes
         self._precision = None if dtypes is None or module is None else Precision(dtypes, module)
+
+    def copy(self, communicator: Communicator, stage: Layer, reducer: Reducer, memo: dict[int, Any]) -> Builder:
+        """Return the builder of a deep copy: it knows the copies in ``memo``. Local."""
+        copied = copy.copy(self)
+        copied._communicator, copied._stage, copied._reducer = communicator, stage, reducer
+        copied._module = memo.get(id(self._module))
+        copied._names = {memo[id(param)]: name for param, name in self._names.items() if id(param) in memo}
+        copied._known = {id(memo[param]) for param in self._known if param in memo}
+        copied._bucketed = {id(memo[param]) for param in self._bucketed}
+        return copied
 
     # ---- names and checks ----------------------------------------------------------------------------------
 
@@ -95,6 +108,7 @@ class Builder:
         if num_ranks > 1:
             self.check_unwrapped(groups)
         for name, param in named:
+            self._check_free(name, param)
             if param.dtype not in _DTYPES:
                 raise NotImplementedError(
                     f"parameter {name} has dtype {param.dtype}, expected one of float32, float64, bfloat16, float16; "
@@ -124,17 +138,37 @@ class Builder:
         if isinstance(self._stage, ParameterSharding) and self._module is not None:
             find_units(self._module, config.units, self._bucket_nbytes(named))  # unknown class names raise here
 
+    def _check_free(self, name: str, param: nn.Parameter) -> None:
+        """Refuse a parameter that another optimizer shards at stage 3, or did until it was deleted."""
+        former = layer_of(param)
+        is_sharded = former is not self._stage and bool(getattr(former, "units", ()))
+        if former is None and isinstance(param, ReleasedParameter):
+            raise ValueError(
+                f"parameter {name} was sharded by a zero_shard.AdamW (stage 3) that has been deleted, and its shards "
+                "went with it; build the model anew and load a checkpoint"
+            )
+        if is_sharded:
+            raise ValueError(
+                f"parameter {name} is sharded by another zero_shard.AdamW (stage 3). To start anew on the same weights "
+                "edit that one (optimizer.param_groups, optimizer.state.clear()), or zero_shard.save and load them in "
+                "a new model; for several optimizers pass to each as module= only the part that it trains"
+            )
+
     def check_unwrapped(self, groups: Sequence[dict[str, Any]]) -> None:
         """Refuse parameters of a DistributedDataParallel: it would average gradients that have been taken away."""
+        everything = gc.get_objects()
+        # Types first: there are few of them, and hundreds of thousands of objects.
+        wrappers = {kind for kind in set(map(type, everything)) if issubclass(kind, DistributedDataParallel)}
+        if not wrappers:
+            return
         names = {id(param): name for name, param in self.named_params(groups)}
-        for candidate in gc.get_objects():
-            if issubclass(type(candidate), DistributedDataParallel):
-                found = [names[id(param)] for param in candidate.parameters() if id(param) in names]
-                if found:
-                    raise ValueError(
-                        f"parameter {found[0]} belongs to a model wrapped in DistributedDataParallel; do not wrap it: "
-                        "zero_shard.AdamW averages gradients itself, at every stage"
-                    )
+        for wrapper in (each for each in everything if type(each) in wrappers):
+            found = [names[id(param)] for param in wrapper.parameters() if id(param) in names]
+            if found:
+                raise ValueError(
+                    f"parameter {found[0]} belongs to a model wrapped in DistributedDataParallel; do not wrap it: "
+                    "zero_shard.AdamW averages gradients itself, at every stage"
+                )
 
     def has_new_params(self, groups: Sequence[dict[str, Any]]) -> bool:
         """Whether a parameter of the groups has no bucket yet though it trains. Local, equal on all ranks."""

@@ -17,13 +17,25 @@ from zero_shard.masters import home_of, notice_edits
 from zero_shard.number_formats import join_masters
 from zero_shard.stages.base import Layer
 from zero_shard.stages.parameters import ParameterSharding, Unit
+from zero_shard.stages.released import ReleasedParameter
 
 _layers: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
-def register_layer(param: nn.Parameter, layer: Layer) -> None:
-    """Note which optimizer's stage holds a parameter."""
+def register_layer(param: nn.Parameter, layer: Layer) -> Layer | None:
+    """Note which optimizer's stage holds a parameter; return the other one that has held it so far, if there is one."""
+    former = layer_of(param)
+    if former is layer:
+        return None
     _layers[param] = weakref.ref(layer)
+    return former
+
+
+def layer_of(param: nn.Parameter) -> Layer | None:
+    """Return the stage of the optimizer that holds a parameter."""
+    reference = _layers.get(param)
+    layer: Layer | None = None if reference is None else reference()
+    return layer
 
 
 @contextmanager
@@ -125,10 +137,12 @@ def _params_of(value: nn.Module | nn.Parameter | Iterable[nn.Parameter]) -> list
 def _by_layer(params: Sequence[nn.Parameter]) -> list[tuple[Layer, list[nn.Parameter]]]:
     found: dict[int, tuple[Layer, list[nn.Parameter]]] = {}
     for param in params:
-        reference = _layers.get(param)
-        if reference is None:
-            continue
-        layer = reference()
+        layer = layer_of(param)
         if layer is not None:
             found.setdefault(id(layer), (layer, []))[1].append(param)
+        elif isinstance(param, ReleasedParameter):
+            raise RuntimeError(
+                f"{param!r} was sharded by a zero_shard.AdamW that has been deleted, and its shards with it; build "
+                "the model anew and load a checkpoint"
+            )
     return list(found.values())

@@ -90,16 +90,6 @@ def check_state_dict(state_dict: dict[str, Any], slots: Sequence[GradSlot], grou
     return loaded
 
 
-def groups_to_load(saved: Groups, present: Groups) -> list[dict[str, Any]]:
-    """Return saved groups as torch writes them: those of apex have a step count, and not all of the settings."""
-    groups = []
-    for old, new in zip(saved, present, strict=True):
-        if "bias_correction" in old or "step" in old:
-            old = {**new, **{key: value for key, value in old.items() if key not in ("bias_correction", "step")}}
-        groups.append(old)
-    return groups
-
-
 def _with_step(entry: dict[str, Any], group_step: Any, state: dict[Any, Any]) -> dict[str, Any]:
     """Return a parameter's entry with its step count, which apex keeps by group or once for all."""
     step = entry.get("step", state.get("step") if group_step is None else group_step)

@@ -19,7 +19,7 @@ down. All verbs are called by all ranks in the same order; none of them computes
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 from torch import nn
@@ -30,6 +30,8 @@ from zero_shard.collectives import Communicator
 
 class Layer:
     """Passes every verb to the layer below."""
+
+    at_loss: Callable[[nn.Parameter], None] | None = None  # set by the optimizer: another one takes a parameter over
 
     def __init__(self, below: Layer) -> None:
         self.below = below

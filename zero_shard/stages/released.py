@@ -93,10 +93,12 @@ def _released_class(original: type) -> type:
 def unreadable(what: str, args: Any) -> RuntimeError:
     """Return the error that names the released parameters among ``args`` and the remedy."""
     names = sorted({_names.get(each, "?") for each in _released_in(args)})
+    average = "; for an average of the weights (EMA) use zero_shard.ExponentialMovingAverage(optimizer)"
     return RuntimeError(
         f"{what} needs the parameter {', '.join(names)}, which is sharded and not gathered here (stage 3). Inside its "
         "module's forward it is whole; elsewhere use 'with zero_shard.gathered(module):' on all ranks, and "
         "zero_shard.full_state_dict(module) or zero_shard.save in place of module.state_dict()"
+        f"{average if what.startswith('copy') else ''}"
     )
 
 

@@ -83,32 +83,33 @@ def _named_roots(module: nn.Module, names: Sequence[str]) -> list[nn.Module]:
 
 
 def _auto_roots(module: nn.Module, unit_nbytes: int) -> list[nn.Module]:
-    total = _nbytes(module)
     roots: list[nn.Module] = []
-
-    def visit(parent: nn.Module) -> None:
-        # A ModuleDict has no forward that could gather what its children share.
-        is_stack = isinstance(parent, (*_STACKS, nn.ModuleDict))
-        for child in parent.children():
-            if _nbytes(child) == 0:
-                continue
-            is_trunk = not is_stack or 2 * _nbytes(child) > total  # an element that is most of the model is no unit
-            if isinstance(child, _CONTAINERS) or (is_trunk and _has_stack(child)):
-                visit(child)
-            elif is_stack:
-                roots.append(child)
-            elif _nbytes(child) >= _SMALLEST_UNIT_NBYTES:
-                split(child)
-
-    def split(child: nn.Module) -> None:
-        has_children = any(_nbytes(each) for each in child.children())
-        if _nbytes(child) <= unit_nbytes or not has_children or isinstance(child, nn.MultiheadAttention):
-            roots.append(child)
-        else:
-            visit(child)
-
-    visit(module)
+    _visit(module, _nbytes(module), unit_nbytes, roots)
     return roots
+
+
+def _visit(parent: nn.Module, total_nbytes: int, unit_nbytes: int, roots: list[nn.Module]) -> None:
+    # A ModuleDict has no forward that could gather what its children share.
+    is_stack = isinstance(parent, (*_STACKS, nn.ModuleDict))
+    for child in parent.children():
+        if _nbytes(child) == 0:
+            continue
+        is_trunk = not is_stack or 2 * _nbytes(child) > total_nbytes  # an element that is most of the model is no unit
+        if isinstance(child, _CONTAINERS) or (is_trunk and _has_stack(child)):
+            _visit(child, total_nbytes, unit_nbytes, roots)
+        elif is_stack:
+            roots.append(child)
+        elif _nbytes(child) >= _SMALLEST_UNIT_NBYTES:
+            if _is_one(child, unit_nbytes):
+                roots.append(child)
+            else:
+                _visit(child, total_nbytes, unit_nbytes, roots)
+
+
+def _is_one(module: nn.Module, unit_nbytes: int) -> bool:
+    """Whether a module outside of stacks is not split into its children."""
+    has_children = any(_nbytes(each) for each in module.children())
+    return _nbytes(module) <= unit_nbytes or not has_children or isinstance(module, nn.MultiheadAttention)
 
 
 def _has_stack(module: nn.Module) -> bool:
