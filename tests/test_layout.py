@@ -171,8 +171,10 @@ _ORDER = [
     ["collectives"],
     ["norms", "sharded_grad"],
     [
-        *("stages.base", "stages.slots", "stages.released", "stages.schedule", "stages.units", "stages.materialize"),
+        *("stages.base", "stages.slots", "stages.released", "stages.schedule", "stages.unit", "stages.units"),
         *(
+            "stages.materialize",
+            "stages.hooks",
             "stages.exchanges",
             "stages.gradient_norms",
             "stages.reduction",

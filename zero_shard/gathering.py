@@ -13,7 +13,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from zero_shard.collectives import default_rank
 from zero_shard.stages.base import Layer
-from zero_shard.stages.parameters import ParameterSharding, Unit
+from zero_shard.stages.parameters import ParameterSharding
+from zero_shard.stages.unit import Unit
 
 _layers: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 

@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Any
+import weakref
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-_names: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-_strides: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+class ReleasedOwner(Protocol):
+    """Who can gather released parameters."""
+
+    def gather_for_use(self, param: nn.Parameter) -> bool:
+        """Make a parameter whole if the model itself is using it; return whether it is. Then all ranks must call."""
+
+
+class _Facts(NamedTuple):
+    name: str
+    strides: tuple[int, ...]
+    owner: weakref.ref[ReleasedOwner]
+
+
+_facts: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 _classes: dict[type, type] = {}
 
 _METADATA = (
@@ -48,7 +63,7 @@ class ReleasedParameter(nn.Parameter):
     """What a parameter is while its unit is released; metadata work, everything else raises with its name."""
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"Released parameter {_names.get(self, '?')} of shape {tuple(self.shape)}"
+        return f"Released parameter {_facts[self].name} of shape {tuple(self.shape)}"
 
     def __deepcopy__(self, memo: Any) -> Any:
         raise unreadable("copy.deepcopy", (self,))
@@ -62,16 +77,21 @@ class ReleasedParameter(nn.Parameter):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         if func in _STRIDE_METHODS:
-            stand_in = torch.empty_strided(args[0].shape, _strides[args[0]], dtype=args[0].dtype, device="meta")
+            stand_in = torch.empty_strided(args[0].shape, _facts[args[0]].strides, dtype=args[0].dtype, device="meta")
             return func(stand_in, *args[1:], **(kwargs or {}))
-        raise unreadable(getattr(func, "__name__", str(func)), (*args, *(kwargs or {}).values()))
+        params = _released_in((*args, *(kwargs or {}).values()))
+        if params and _ask_for(params):
+            return func(*args, **(kwargs or {}))
+        raise unreadable(getattr(func, "__name__", str(func)), params)
 
 
-def release(param: nn.Parameter, name: str, placeholder: Tensor) -> None:
-    """Turn a parameter into a released one in place; ``placeholder`` has its shape and no memory."""
-    if param not in _names:
-        _names[param] = name
-        _strides[param] = param.stride()
+def register(param: nn.Parameter, owner: ReleasedOwner, name: str) -> None:
+    """Note what must be known of a parameter, whole now, while it is released."""
+    _facts[param] = _Facts(name, param.stride(), weakref.ref(owner))
+
+
+def release(param: nn.Parameter, placeholder: Tensor) -> None:
+    """Turn a registered parameter into a released one in place; ``placeholder`` has its shape and no memory."""
     param.data = placeholder
     param.__class__ = _released_class(type(param))
 
@@ -90,9 +110,19 @@ def _released_class(original: type) -> type:
     return _classes[original]
 
 
+def _ask_for(params: Sequence[ReleasedParameter]) -> bool:
+    """Have parameters gathered, if this is a use by the model; return whether all of them are whole now."""
+    for param in params:
+        facts = _facts.get(param)
+        owner = None if facts is None else facts.owner()
+        if owner is None or not owner.gather_for_use(param):
+            return False
+    return True
+
+
 def unreadable(what: str, args: Any) -> RuntimeError:
     """Return the error that names the released parameters among ``args`` and the remedy."""
-    names = sorted({_names.get(each, "?") for each in _released_in(args)})
+    names = sorted({_facts[each].name if each in _facts else "?" for each in _released_in(args)})
     return RuntimeError(
         f"{what} needs the parameter {', '.join(names)}, which is sharded and not gathered here (stage 3). Inside its "
         "module's forward it is whole; elsewhere use 'with zero_shard.gathered(module):' on all ranks, and "
