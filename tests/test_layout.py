@@ -158,7 +158,7 @@ def test_dense_strides_keep_a_permutation(shape: list[int], data: st.DataObject)
 
 # Lowest first; a file imports from lines above its own, and within a line without cycles.
 _ORDER = [
-    ["layout", "config", "apex_kernels", "number_formats", "random_bits", "canonical_sums"],
+    ["layout", "module_names", "config", "apex_kernels", "number_formats", "random_bits", "canonical_sums"],
     ["block_codec"],
     ["adamw_math"],
     ["operator_checks"],

@@ -143,7 +143,7 @@ class AdamW(torch.optim.AdamW):
         if self._communicator.num_ranks > 1:
             builder, groups = self._builder, self.param_groups
             self._reducer.before_backward = _calling(weakref.WeakMethod(self._apply_clip))
-            self._reducer.before_first_backward = lambda: builder.check_unwrapped(groups)
+            self._reducer.before_first_backward = lambda: builder.notice_wrappers(groups)
         handles = [self._reducer.handles, getattr(self._stage, "handles", [])]
         weakref.finalize(self, _leave, handles, self._reducer.slots)
         self._is_built = True

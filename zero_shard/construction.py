@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from zero_shard.buffers import Bucket, Place, Storage, make_bucket
 from zero_shard.collectives import Communicator
 from zero_shard.config import ZeroConfig
 from zero_shard.layout import capped_bucket_nbytes, split_into_buckets
+from zero_shard.module_names import plain_named_parameters, wrapped_params
 from zero_shard.stages.base import Layer
 from zero_shard.stages.materialize import check_buffers, materialize
 from zero_shard.stages.parameters import ParameterSharding
@@ -54,7 +53,7 @@ class Builder:
     def named_params(self, groups: Sequence[dict[str, Any]]) -> list[NamedParam]:
         """Return every parameter that is taken charge of, with its name: those of the module first."""
         if not self._names and self._module is not None:
-            self._names = {param: name for name, param in self._module.named_parameters()}
+            self._names = {param: name for name, param in plain_named_parameters(self._module)}
         found = dict(self._names) if isinstance(self._stage, ParameterSharding) else {}
         for number, group in enumerate(groups):
             given = group.get("param_names") or [None] * len(group["params"])
@@ -78,7 +77,7 @@ class Builder:
         check_amsgrad(groups, config.state_dtype)
         named = self.named_params(groups)
         if num_ranks > 1:
-            self.check_unwrapped(groups)
+            self.notice_wrappers(groups)
         for name, param in named:
             if param.dtype not in _DTYPES:
                 raise NotImplementedError(
@@ -106,17 +105,21 @@ class Builder:
         if isinstance(self._stage, ParameterSharding) and self._module is not None:
             find_units(self._module, config.units, self._bucket_nbytes(named))  # unknown class names raise here
 
-    def check_unwrapped(self, groups: Sequence[dict[str, Any]]) -> None:
-        """Refuse parameters of a DistributedDataParallel: it would average gradients that have been taken away."""
-        names = {id(param): name for name, param in self.named_params(groups)}
-        for candidate in gc.get_objects():
-            if issubclass(type(candidate), DistributedDataParallel):
-                found = [names[id(param)] for param in candidate.parameters() if id(param) in names]
-                if found:
-                    raise ValueError(
-                        f"parameter {found[0]} belongs to a model wrapped in DistributedDataParallel; do not wrap it: "
-                        "zero_shard.AdamW averages gradients itself, at every stage"
-                    )
+    def notice_wrappers(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Leave backward to DistributedDataParallel where it wraps the model. Local, equal on all ranks.
+
+        Raises:
+            ValueError: At stage 3, whose parameters it can't hold.
+        """
+        wrapped = wrapped_params({id(param): name for name, param in self.named_params(groups)})
+        if not wrapped:
+            return
+        if self._config.stage == 3:
+            raise ValueError(
+                f"parameter {wrapped[0]} belongs to a model wrapped in DistributedDataParallel, which needs whole "
+                "parameters; at stage 3 do not wrap it: zero_shard.AdamW averages gradients itself"
+            )
+        self._reducer.stand_back(wrapped[0])
 
     def has_new_params(self, groups: Sequence[dict[str, Any]]) -> bool:
         """Whether a parameter of the groups has no bucket yet though it trains. Local, equal on all ranks."""
@@ -205,7 +208,7 @@ class Builder:
         tensors = [(name, param.data) for name, param in named if id(param) not in self._bucketed | self._known]
         if self._module is not None and not self._known:
             taken = self._bucketed | {id(param) for _, param in named}
-            others = [(n, p) for n, p in self._module.named_parameters() if id(p) not in taken]
+            others = [(n, p) for n, p in plain_named_parameters(self._module) if id(p) not in taken]
             check_buffers(self._module)
             tensors += [(name, param.data) for name, param in others]
             tensors += list(self._module.named_buffers())

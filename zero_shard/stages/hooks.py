@@ -6,9 +6,9 @@ hooks that hold a weak reference to the layer and no tensors (torch's register_m
 would keep every graph alive).
 
 # Note [Outputs that are not returned]
-A loss may be made of tensors that a forward leaves on its module (``self.aux_loss = ...``). They are watched as if
-they had been returned. What goes out in any other way, into a list that somebody passed in, say, can't be found; if
-it alone reaches backward, autograd refuses the released weights (see `Unit.lock`).
+A loss may be made of tensors that a forward leaves on its module (``self.aux_loss = ...``) or puts into a list that
+somebody passed in. They are watched as if they had been returned. What goes out in any other way (a global list) can't
+be found; if its gradient is the first to arrive, autograd refuses the released weights (see `Unit.lock`).
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class ModuleHooks:
         before, after = (torch.compiler.disable(hook, reason=_COMPILER_REASON) for hook in (self.before, self.after))
         return [
             module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
-            module.register_forward_hook(after, always_call=True),
+            module.register_forward_hook(after, with_kwargs=True, always_call=True),
         ]
 
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -88,10 +88,13 @@ class ModuleHooks:
         if layer is not None:
             layer.before_forward(module, self._number, self._indices, (args, kwargs))
 
-    def after(self, module: nn.Module, args: Any, output: Any) -> Any:
+    def after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         """Release the units."""
         layer = self._layer()
-        return None if layer is None else layer.after_forward(module, self._indices, output, self._newly_left())
+        if layer is None:
+            return None
+        left = [*self._newly_left(), *tensors_in((args, kwargs))]
+        return layer.after_forward(module, self._indices, output, left)
 
     def _newly_left(self) -> list[Tensor]:
         """Return the tensors on the modules that were not there after the last forward."""

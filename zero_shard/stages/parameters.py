@@ -57,6 +57,7 @@ class _Forward(NamedTuple):
 
     module: nn.Module
     error: BaseException | None  # that was being handled when it began
+    inputs: list[Tensor]
     adopted: list[int]  # units that it has turned out to use
 
 
@@ -122,14 +123,15 @@ class ParameterSharding(Layer):
     def before_forward(self, module: nn.Module, number: int, indices: list[int], inputs: Any) -> None:
         """Gather the units of a module whose forward begins. Called by its hook; blocks."""
         is_recomputing = is_in_graph_task()
+        tensors = tensors_in(inputs)
         if is_recomputing:
             self._open_backward()
         else:
-            self._enter(module, number)
+            self._enter(module, number, tensors)
         for index in indices:
             self._use(self.units[index], is_recomputing)
         if indices and torch.is_grad_enabled():
-            tensors = [tensor for tensor in tensors_in(inputs) if tensor.requires_grad]
+            tensors = [tensor for tensor in tensors if tensor.requires_grad]
             self._num_calls += 1
             for index in indices:
                 self.units[index].last_call = (self._num_calls, bool(tensors))
@@ -143,10 +145,14 @@ class ParameterSharding(Layer):
         self._make_whole(unit)
 
     def after_forward(self, module: nn.Module, indices: list[int], output: Any, left: list[Tensor]) -> Any:
-        """Release the units of a module whose forward has ended; return the output if it was changed."""
+        """Release the units of a module whose forward has ended; return the output if it was changed.
+
+        Args:
+            left: Tensors that may have come out beside the output.
+        """
         if is_in_graph_task():
             if torch.is_grad_enabled():
-                self._watch_outputs([self.units[index] for index in indices], [*tensors_in(output), *left])
+                self._watch_outputs([self.units[index] for index in indices], tensors_in(output))
             return None
         if not self._running or self._running[-1].module is not module:
             return None  # a hook before ours raised, so that this forward was never entered
@@ -158,7 +164,8 @@ class ParameterSharding(Layer):
         for unit in units:
             unit.num_forwards -= 1
             changed = output = without_aliases(output, unit.storages)
-        outputs = [*tensors_in(output), *left]
+        known = {id(tensor) for tensor in self._running[-1].inputs}
+        outputs = [*tensors_in(output), *(tensor for tensor in left if id(tensor) not in known)]
         is_hooked = torch.is_grad_enabled() and self._watch_outputs(units, outputs)
         for unit in units:
             unit.is_stuck |= isinstance(output, Iterator)  # a generator: its body has not run yet
@@ -201,7 +208,7 @@ class ParameterSharding(Layer):
             self._end_pass()
         return True
 
-    def _enter(self, module: nn.Module, number: int) -> None:
+    def _enter(self, module: nn.Module, number: int, inputs: list[Tensor]) -> None:
         if self._running and self._running[0].module is module:
             self._abandon_pass()  # its last forward ended in an exception
         if not self._running:
@@ -209,7 +216,7 @@ class ParameterSharding(Layer):
             self._forward = self._schedule(key, "forward")
             self._forward.begin()
             self._backward_key = ("backward", number)
-        self._running.append(_Forward(module, sys.exc_info()[1], []))
+        self._running.append(_Forward(module, sys.exc_info()[1], inputs, []))
 
     def _leave(self) -> None:
         self._running.pop()
@@ -445,8 +452,9 @@ def _is_used_by(root: nn.Module, frame: FrameType | None) -> bool:
     """
     while frame is not None:
         code = frame.f_code
-        owner = frame.f_locals.get("self") if code.co_argcount and code.co_varnames[0] == "self" else None
-        if isinstance(owner, nn.Module) and any(owner is module for module in root.modules()):
-            return code.co_filename != _TORCH_MODULE_FILE
+        owner = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+        if isinstance(owner, nn.Module) and hasattr(type(owner), code.co_name):
+            if any(owner is module for module in root.modules()):
+                return code.co_filename != _TORCH_MODULE_FILE
         frame = frame.f_back
     return False

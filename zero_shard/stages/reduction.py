@@ -19,6 +19,7 @@ of the engine can't be queued there from inside. If no hook of ours ran in the o
 from __future__ import annotations
 
 import sys
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -62,6 +63,7 @@ class Reducer:
         self.communicator, self._is_eager = communicator, is_eager
         self._is_alone = communicator.num_ranks == 1
         self._is_synchronizing = True
+        self._stands_back = False  # DistributedDataParallel is there
         self._is_fresh = False  # the gradients on all ranks are reduced and agreed on
         self._is_open = False  # a backward is under way
         self._is_finish_queued = False  # and its end will call back
@@ -98,7 +100,7 @@ class Reducer:
         self._has_learned_order = False
 
     def _attach(self, slot: GradSlot) -> None:
-        if self._is_alone or slot.is_attached or not slot.param.requires_grad:
+        if self._is_alone or self._stands_back or slot.is_attached or not slot.param.requires_grad:
             return
         # Weak: hooks live in C++ beside the parameter, where the garbage collector sees no cycle.
         reducer, index = weakref.ref(self), slot.index
@@ -119,6 +121,25 @@ class Reducer:
             slot.param.register_hook(before),
             slot.param.register_post_accumulate_grad_hook(after),
         ]
+
+    def stand_back(self, name: str) -> None:
+        """Leave gradients where DistributedDataParallel puts them, until they are asked for. Local; all ranks call.
+
+        What it has averaged is equal on all ranks, so that another mean changes nothing; what it has not (under its
+        ``no_sync``) becomes the mean that is wanted.
+
+        Args:
+            name: Of a parameter that it wraps.
+        """
+        self._stands_back = self._has_learned_order = True
+        for handle in self.handles:
+            handle.remove()
+        self.handles.clear()
+        warnings.warn(
+            f"parameter {name} belongs to a model wrapped in DistributedDataParallel: full gradients stay in memory "
+            "until the step and are averaged twice; leave the wrapper away, zero_shard.AdamW averages them itself",
+            stacklevel=2,
+        )
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -145,6 +166,8 @@ class Reducer:
             if self.before_first_backward is not None:
                 check, self.before_first_backward = self.before_first_backward, None
                 check()
+            if self._stands_back:
+                return
             self._is_open = True
             for bucket in self.buckets:
                 bucket.was_gathered = not bucket.is_released
@@ -184,6 +207,8 @@ class Reducer:
 
     def _before_accumulate(self, slot: GradSlot) -> None:
         self.open_backward()
+        if self._stands_back:
+            return
         param = slot.param
         if slot.bucket.is_released and not slot.bucket.was_gathered:
             raise RuntimeError(
@@ -196,6 +221,8 @@ class Reducer:
             param.grad, slot.local = slot.local, None  # autograd adds to it in place
 
     def _after_accumulate(self, slot: GradSlot) -> None:
+        if self._stands_back:
+            return
         slot.take()
         if slot.is_ready:
             return  # a second contribution in this backward waits for the end of the round
@@ -393,6 +420,7 @@ class Reducer:
         """Drop all gradients, or set them to zero."""
         if self._is_open:  # a backward that failed half-way
             self.abandon_backward()
+        set_to_none |= self._stands_back  # nobody would take a sharded gradient away before the next backward
         for slot in self.slots:
             if set_to_none or slot.handed is None:
                 slot.local, slot.handed, slot.has_reduced = None, None, False

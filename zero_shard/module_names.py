@@ -1,0 +1,34 @@
+"""Names of parameters without the traces of wrappers around modules."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+_TRANSPARENT = ("_orig_mod.", "_checkpoint_wrapped_module.")  # of torch.compile and torch's checkpoint_wrapper
+
+
+def plain_named_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield each parameter once, under the name that it has without compilation, checkpointing and DDP around it."""
+    wrappers = [
+        f"{name}." if name else "" for name, each in module.named_modules() if isinstance(each, DistributedDataParallel)
+    ]
+    for name, param in module.named_parameters():
+        for prefix in reversed(wrappers):  # the innermost first
+            if name.startswith(f"{prefix}module."):
+                name = prefix + name[len(prefix) + len("module.") :]
+        for part in _TRANSPARENT:
+            name = name.replace(part, "")
+        yield name, param
+
+
+def wrapped_params(names: dict[int, str]) -> list[str]:
+    """Return which of the parameters, given by id, belong to a DistributedDataParallel that lives."""
+    found: dict[str, None] = {}
+    for candidate in gc.get_objects():
+        if issubclass(type(candidate), DistributedDataParallel):
+            found |= {names[id(param)]: None for param in candidate.parameters() if id(param) in names}
+    return list(found)
