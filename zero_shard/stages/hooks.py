@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -76,10 +76,9 @@ class ModuleHooks:
 
     def attach(self, module: nn.Module) -> list[Any]:
         """Register the hooks and return their handles. A compiler that meets one breaks its graph there."""
-        before, after = (torch.compiler.disable(hook, reason=_COMPILER_REASON) for hook in (self.before, self.after))
         return [
-            module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
-            module.register_forward_hook(after, with_kwargs=True, always_call=True),
+            module.register_forward_pre_hook(_Hook(self, self.before), prepend=True, with_kwargs=True),
+            module.register_forward_hook(_Hook(self, self.after), with_kwargs=True, always_call=True),
         ]
 
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -105,10 +104,23 @@ class ModuleHooks:
         self._left = [weakref.ref(tensor) for tensor in tensors]
         return [tensor for tensor in tensors if id(tensor) not in before]
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def refuse_copy(self) -> NoReturn:
+        """Raise: the parameters of a copy would not be there."""
         layer = self._layer()
-        param = None if layer is None else layer.a_parameter()
-        raise unreadable("copying or pickling the model", [param])
+        raise unreadable("copying or pickling the model", [None if layer is None else layer.a_parameter()])
+
+
+class _Hook:
+    """A hook that no compiler looks into, and that can't be copied with its module."""
+
+    def __init__(self, hooks: ModuleHooks, call: Callable[..., Any]) -> None:
+        self._hooks, self._call = hooks, torch.compiler.disable(call, reason=_COMPILER_REASON)
+
+    def __call__(self, *args: Any) -> Any:
+        return self._call(*args)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        self._hooks.refuse_copy()
 
 
 def watch_inputs(layer: HookedLayer, indices: Sequence[int], number: int, tensors: Sequence[Tensor]) -> list[Any]:

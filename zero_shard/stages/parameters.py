@@ -321,9 +321,10 @@ class ParameterSharding(Layer):
         if unit.state is not UnitState.WHOLE or unit.num_promised:
             schedule = self._backward if self._backward is not None and is_in_graph_task() else self._forward
             assert schedule is not None
-            schedule.request(unit.index, self, self._prefetch)
-            unit.num_promised -= 1
-            self._finish_gather(unit)
+            with torch._C._DisableFuncTorch():
+                schedule.request(unit.index, self, self._prefetch)
+                unit.num_promised -= 1
+                self._finish_gather(unit)
 
     def start_gather(self, index: int) -> None:
         """Start to gather a unit in place; all ranks do so in the same order."""

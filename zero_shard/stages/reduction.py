@@ -475,8 +475,9 @@ def _finish_all() -> None:
     """
     reducers = sorted(_open_reducers, key=lambda reducer: reducer.communicator.number)
     _open_reducers.clear()
-    for reducer in reducers:
-        reducer.finish_backward()
+    with torch._C._DisableFuncTorch():  # a gradient of torch.func may run this backward; its tensors are not ours
+        for reducer in reducers:
+            reducer.finish_backward()
 
 
 def _is_inside_node() -> bool:

@@ -49,6 +49,7 @@ def _allowed() -> set[Any]:
     for name in _METHODS:
         if hasattr(torch.Tensor, name):
             allowed.add(getattr(torch.Tensor, name))
+    allowed.add(torch._has_compatible_shallow_copy_type)
     # Their inputs are asked for, not read.
     allowed.update({torch.autograd.grad, torch.autograd.backward})
     allowed.update({torch.is_floating_point, torch.is_complex, torch.numel})
@@ -57,6 +58,7 @@ def _allowed() -> set[Any]:
 
 _ALLOWED = _allowed()
 _STRIDE_METHODS = {torch.Tensor.stride, torch.Tensor.is_contiguous}
+_CONVERSIONS = {getattr(torch.Tensor, name) for name in "to cpu cuda float double half bfloat16".split()}
 
 
 class ReleasedParameter(nn.Parameter):
@@ -79,10 +81,14 @@ class ReleasedParameter(nn.Parameter):
         if func in _STRIDE_METHODS:
             stand_in = torch.empty_strided(args[0].shape, _facts[args[0]].strides, dtype=args[0].dtype, device="meta")
             return func(stand_in, *args[1:], **(kwargs or {}))
+        if func in _CONVERSIONS and _changes_nothing(func, *args, **(kwargs or {})):
+            return args[0]
+        if func == torch.Tensor.data.__set__ and args[0] is args[1]:  # type: ignore[attr-defined]
+            return None  # as module.to() does after a conversion that changed nothing
         params = _released_in((*args, *(kwargs or {}).values()))
         if params and _ask_for(params):
             return func(*args, **(kwargs or {}))
-        raise unreadable(getattr(func, "__name__", str(func)), params)
+        raise unreadable(_name_of(func), params)
 
 
 def register(param: nn.Parameter, owner: ReleasedOwner, name: str) -> None:
@@ -118,6 +124,17 @@ def _ask_for(params: Sequence[ReleasedParameter]) -> bool:
         if owner is None or not owner.gather_for_use(param):
             return False
     return True
+
+
+def _changes_nothing(convert: Any, param: nn.Parameter, *args: Any, **kwargs: Any) -> bool:
+    """Whether a parameter already has the dtype and device that it is to be converted to."""
+    probe = torch.empty(0, dtype=param.dtype, device=param.device)
+    return convert(probe, *args, **kwargs) is probe
+
+
+def _name_of(func: Any) -> str:
+    name = getattr(func, "__name__", str(func))
+    return getattr(func.__self__, "__name__", name) if name in ("__get__", "__set__") else name
 
 
 def unreadable(what: str, args: Any) -> RuntimeError:
