@@ -184,7 +184,7 @@ _ORDER = [
             "stages",
         ),
     ],
-    ["gathering", "construction", "agreement", "plan", "state", "tables"],
+    ["gathering", "construction", "agreement", "plan", "state", "tables", "uneven_inputs"],
     ["adamw"],
     ["checkpoint", "monitor"],
     [""],

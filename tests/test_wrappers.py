@@ -10,8 +10,16 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
-from oracle import assert_ranks_agree, assert_snapshots_close, mean_over_ranks, plain_snapshot, sharded_snapshot
+from oracle import (
+    Tolerance,
+    assert_ranks_agree,
+    assert_snapshots_close,
+    mean_over_ranks,
+    plain_snapshot,
+    sharded_snapshot,
+)
 from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 import zero_shard
@@ -125,3 +133,88 @@ def _wrap_at_stage_3() -> None:
 
 def test_distributed_data_parallel_is_refused_at_stage_3() -> None:
     ranks.run(2, _wrap_at_stage_3)
+
+
+# --- Join ---
+
+
+def _uneven_loss(model: nn.Module, rank: int, step: int) -> Tensor:
+    return _loss(model, rank, step, step % 2 == 0)
+
+
+def _num_steps(rank: int) -> int:
+    return (2, 4, 3)[rank]
+
+
+def _train_unevenly(stage: int, variant: str) -> None:
+    """Ranks have data for different numbers of steps; a scheduler runs where there is data."""
+    rank, world_size, where = dist.get_rank(), dist.get_world_size(), f"stage {stage}, {variant}"
+    model, plain_model = _Net(), _Net()
+    config = {"stage": stage, "bucket_mib": 1e-4, "max_grad_norm": 3.0 if variant == "max_grad_norm" else None}
+    optimizer = zero_shard.AdamW(model.parameters(), lr=0.05, module=model, config=config)
+    plain = torch.optim.AdamW(plain_model.parameters(), lr=0.05)
+    schedulers = [torch.optim.lr_scheduler.StepLR(each, 1, 0.5) for each in (optimizer, plain)]
+    micros = (0, 10) if variant in ("two backwards", "in place") else (0,)
+    with Join([optimizer]):
+        for step in range(_num_steps(rank)):
+            for micro in micros:
+                _uneven_loss(model, rank, step + micro).backward()
+            if variant == "clip":
+                optimizer.clip_grad_norm_(1.0)
+            optimizer.step()
+            schedulers[0].step()
+            optimizer.zero_grad(set_to_none=variant != "in place")
+    for step in range(max(map(_num_steps, range(world_size)))):
+        losses = [
+            [lambda r=r, s=step + micro: _uneven_loss(plain_model, r, s) for micro in micros]
+            if step < _num_steps(r)
+            else []
+            for r in range(world_size)
+        ]
+        mean_over_ranks(plain_model.parameters(), losses)
+        if variant in ("clip", "max_grad_norm"):
+            torch.nn.utils.clip_grad_norm_(plain_model.parameters(), 1.0 if variant == "clip" else 3.0)
+        if variant == "in place":  # a parameter that has had a gradient keeps one
+            for param in plain_model.parameters():
+                param.grad = torch.zeros_like(param) if param.grad is None and param in plain.state else param.grad
+        plain.step()
+        schedulers[1].step()
+    snapshot = sharded_snapshot(model, optimizer)
+    if rank == 0:
+        assert_snapshots_close(snapshot, plain_snapshot(plain_model, plain), Tolerance(1e-9, 1e-11), where)
+    assert_ranks_agree(model, where)
+    _loss(model, rank, 0, True).backward()  # after the context all is as it was
+    optimizer.step()
+    assert_ranks_agree(model, where)
+
+
+def _train_unevenly_in_all_ways() -> None:
+    for variant in ("two backwards", "in place", "clip", "max_grad_norm"):
+        _train_unevenly(2, variant)
+    for stage in (0, 1):
+        _train_unevenly(stage, "two backwards")
+
+
+def test_ranks_that_run_out_of_data_count_as_zero_inside_join() -> None:
+    ranks.run(3, _train_unevenly_in_all_ways)
+
+
+def _join_in_vain() -> None:
+    model = _Net()
+    optimizer = zero_shard.AdamW(model.parameters(), module=model, config={"stage": 3})
+    with pytest.raises(NotImplementedError, match=r"stage 3.*every forward needs.*stage 2"):
+        Join([optimizer])
+    model = _Net()
+    optimizer = zero_shard.AdamW(model.parameters(), module=model, config={"stage": 2})
+    with Join([optimizer]):
+        _loss(model, dist.get_rank(), 0, True).backward()
+        with pytest.raises(NotImplementedError, match=r"inside Join.*optimizer.clip_grad_norm_"):
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    wrapper = nn.parallel.DistributedDataParallel(_Net())
+    with pytest.raises(NotImplementedError, match=r"Join\(\[optimizer\]\) alone"):
+        with Join([wrapper, optimizer]):
+            _loss(model, dist.get_rank(), 0, True).backward()
+
+
+def test_join_is_refused_where_it_can_not_be_right() -> None:
+    ranks.run(2, _join_in_vain)

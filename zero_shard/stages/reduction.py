@@ -21,7 +21,7 @@ from __future__ import annotations
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -60,8 +60,10 @@ class Reducer:
         self.at_backward_end: Callable[[], None] | None = None
         self.at_backward_abandoned: Callable[[], None] | None = None
         self.at_bucket_complete: Callable[[Bucket], None] | None = None
-        self.communicator, self._is_eager = communicator, is_eager
+        self.before_round: Callable[[], None] | None = None  # set while ranks may run out of data (Join)
+        self._communicator, self._is_eager = communicator, is_eager
         self._is_alone = communicator.num_ranks == 1
+        self._was_zeroed = False
         self._is_synchronizing = True
         self._stands_back = False  # DistributedDataParallel is there
         self._is_fresh = False  # the gradients on all ranks are reduced and agreed on
@@ -173,6 +175,8 @@ class Reducer:
                 bucket.was_gathered = not bucket.is_released
             self._notice_drops()
             self._start_counting()
+            if self.before_round is not None and self._is_eager and self._is_synchronizing:
+                self.before_round()
         self._graph_tasks.add(task)
         if not is_nested:
             self._is_finish_queued = True
@@ -317,6 +321,8 @@ class Reducer:
             has_local |= slot.local is not None
         if self._is_fresh and not has_local:
             return
+        if self.before_round is not None:
+            self.before_round()
         for slot in self.slots:
             self._attach(slot)  # those unfrozen since
         self._start_counting()
@@ -337,7 +343,7 @@ class Reducer:
                 mine[slot.index] = 1
                 if slot.local is not None and self._is_started[slot.bucket.index]:
                     mine[num_slots + slot.bucket.index] = 1
-        union = self.communicator.agree(flags, "max", "the list of gradients present").numpy()
+        union = self._communicator.agree(flags, "max", "the list of gradients present").numpy()
         for bucket in self.buckets:
             is_used = bool(union[bucket.slots.start : bucket.slots.stop].any())
             is_late = bool(union[num_slots + bucket.index])
@@ -361,9 +367,9 @@ class Reducer:
             return
         rest = [index for index in self._order if index not in set(self._ready_order)]
         message = torch.tensor([bool(self._ready_order), *self._ready_order, *rest], dtype=torch.int64)
-        if self.communicator.rank != 0:
+        if self._communicator.rank != 0:
             message.zero_()
-        is_known, *order = self.communicator.agree(message, "sum", "the order of buckets").tolist()
+        is_known, *order = self._communicator.agree(message, "sum", "the order of buckets").tolist()
         if is_known:
             self._order, self._has_learned_order = order, True
 
@@ -392,8 +398,44 @@ class Reducer:
         assert bucket.grad is not None, f"{bucket.label} has no reduced gradient"
         return [bucket.grad], [0]
 
+    @property
+    def number(self) -> int:
+        """Place of the optimizer among those on the same ranks."""
+        return self._communicator.number
+
+    @property
+    def communicator(self) -> Communicator:
+        """The ranks, for who reads a sharded gradient: all of them must, so that it is refused inside ``Join``."""
+        if self.before_round is not None:
+            raise NotImplementedError(
+                "reading a sharded gradient (clip_grad_norm_ of torch, GradScaler, .full()) inside Join needs the "
+                "ranks without data, too; clip with optimizer.clip_grad_norm_() or max_grad_norm in the config"
+            )
+        return self._communicator
+
+    def take_marks(self) -> list[float]:
+        """Return whether gradients have been zeroed in place since the last time, and which parameters have one."""
+        was_zeroed, self._was_zeroed = self._was_zeroed, False
+        return [float(was_zeroed), *(float(slot.has_reduced) for slot in self.slots)]
+
+    def follow_round(self, marks: Sequence[float]) -> None:
+        """Take part in a round of ranks that have data, as one without. All others are in a round.
+
+        Args:
+            marks: What `take_marks` returned there.
+        """
+        for slot, has_reduced in zip(self.slots, marks[1:], strict=False):
+            if slot.has_reduced and not has_reduced:
+                slot.drop()
+                slot.param.grad = None
+        if marks[0]:
+            self.zero_grad(set_to_none=False)
+        self._is_fresh = False
+        self.collect()
+
     def norm_of(self, slot: GradSlot, order: float) -> Tensor:
         """Return the norm of one mean gradient, 0-dim fp64 on the CPU. All ranks call."""
+        assert self.communicator is not None
         self.exchanges.takes_squares |= order == 2
         return self.norms.norm_of(slot, order)
 
@@ -435,6 +477,7 @@ class Reducer:
                 bucket.has_sums = False
         self.norms.forget()
         self._is_fresh = self._is_fresh and not set_to_none
+        self._was_zeroed = not set_to_none
 
     def after_step(self) -> None:
         """Note that the gradients have been used; the next step agrees anew if no backward has done so."""
@@ -473,7 +516,7 @@ def _finish_all() -> None:
 
     Ranks may meet the parameters of several optimizers in different orders; their agreements must not cross.
     """
-    reducers = sorted(_open_reducers, key=lambda reducer: reducer.communicator.number)
+    reducers = sorted(_open_reducers, key=lambda reducer: reducer.number)
     _open_reducers.clear()
     with torch._C._DisableFuncTorch():  # a gradient of torch.func may run this backward; its tensors are not ours
         for reducer in reducers:
