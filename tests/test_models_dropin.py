@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -16,13 +20,13 @@ import torch.nn.functional as F
 from oracle import Tolerance, assert_ranks_agree, assert_snapshots_close, plain_snapshot, sharded_snapshot
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import zero_shard
 
 _F64 = torch.float64
 _HYPER: dict[str, Any] = {"lr": 0.05, "weight_decay": 0.1}
 _CONFIGS: list[dict[str, Any]] = [
-    {"stage": 1},
     {"stage": 2, "bucket_mib": 1e-4},
     {"stage": 3},
     {"stage": 3, "prefetch": 0, "reshard_after_forward": False},
@@ -286,6 +290,87 @@ def _retained(model: nn.Module, step: int, rank: int) -> Tensor:
     return loss
 
 
+# --- exceptions on all ranks, after which training goes on ---
+
+
+class _Fragile(nn.Linear):
+    """Fails in the n-th forward from now on: in a loop that goes on, or in the recomputation of a checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__(6, 6, dtype=_F64)
+        self.fails_in = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.fails_in -= 1
+        if self.fails_in == 0:
+            raise ArithmeticError("as if out of memory")
+        return super().forward(x)
+
+
+class _Recomputing(_Stack):
+    def forward(self, x: Tensor) -> Tensor:
+        for part in self.parts:
+            x = torch.tanh(checkpoint(part, x, use_reentrant=False))
+        return self.head(x)
+
+
+def _failing(model: nn.Module, step: int, rank: int, forward: int) -> Tensor:
+    model.parts[0].fails_in = forward
+    with pytest.raises(ArithmeticError):
+        _simple(model, step, rank).backward()
+    model.zero_grad()
+    return _simple(model, step, rank)
+
+
+def _raise(_: Tensor) -> None:
+    raise ArithmeticError("in a tensor hook")
+
+
+def _failing_hook(model: nn.Module, step: int, rank: int) -> Tensor:
+    handle = model.parts[1].register_forward_hook(lambda module, args, output: output.register_hook(_raise) and None)
+    with pytest.raises(ArithmeticError):
+        _simple(model, step, rank).backward()
+    handle.remove()
+    model.zero_grad()
+    return _simple(model, step, rank)
+
+
+def _selective(model: nn.Module, step: int, rank: int) -> Tensor:
+    """Selective activation checkpointing: keep matrix products, compute the rest again."""
+    context = partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default])
+    return checkpoint(model, _x(step, rank), use_reentrant=False, context_fn=context).square().sum()
+
+
+# --- paths that depend on the data ---
+
+
+class _Experts(nn.Module):
+    """Each rank uses experts of its own, and leaves out a layer at random; a tied bias is used on one rank only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(6)
+        self.first, self.experts = _linear(), nn.ModuleList([_linear() for _ in range(3)])
+        self.skipped, self.extra = nn.ModuleList([_linear(), _linear()]), nn.Parameter(torch.zeros(6, dtype=_F64))
+        self.chosen: list[int] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for number in self.chosen:
+            x = x + torch.tanh(self.experts[number](x))
+        for number, layer in enumerate(self.skipped):
+            if number in self.chosen:
+                x = x + torch.tanh(layer(x))
+        return x + self.extra if self.chosen == [2] else x
+
+
+def _mixed(model: nn.Module, step: int, rank: int) -> Tensor:
+    """Every mix of experts on two ranks occurs in nine steps; afterwards some ranks use two, or none."""
+    choice = step // 3**rank % 3
+    model.chosen = [choice] if step < 9 else [[], [choice, 0], [2, 1]][(step + rank) % 3]
+    return _simple(model, step, rank)
+
+
 _CASES: dict[str, tuple[Callable[[], nn.Module], Loss]] = {
     "weights of children in the parent's forward": (_Reader, _simple),
     "a method other than forward": (_Reader, _encode),
@@ -312,16 +397,20 @@ _CASES: dict[str, tuple[Callable[[], nn.Module], Loss]] = {
     "Hessian-vector product": (_Stack, _curvature),
     "functional_call": (_Stack, _functional_call),
     "retain_graph": (_Stack, _retained),
+    "selective checkpointing": (_Stack, _selective),
+    "an exception in forward": (partial(_Stack, _Fragile), partial(_failing, forward=1)),
+    "an exception in recomputation": (partial(_Recomputing, _Fragile), partial(_failing, forward=2)),
+    "an exception in a tensor hook": (_Stack, _failing_hook),
 }
 
 
-def _train(name: str, config: dict[str, Any]) -> None:
-    build, loss_of = _CASES[name]
+def _train(name: str, config: dict[str, Any], num_steps: int = 3) -> None:
+    build, loss_of = (_Experts, _mixed) if name == "experts" else _CASES[name]
     rank, where = dist.get_rank(), f"{name}, {config}"
     model, plain_model = build(), build()
     optimizer = zero_shard.AdamW(model.parameters(), **_HYPER, module=model, config=config)
     plain = torch.optim.AdamW(plain_model.parameters(), **_HYPER)
-    for step in range(3):
+    for step in range(num_steps):
         for each in (model, plain_model):
             loss_of(each, step, rank).backward()
         average_gradients(plain_model)
@@ -351,7 +440,43 @@ def test_models_and_losses_of_all_kinds_train_as_plain_adamw_does(config: dict[s
         assert not failed, "\n".join(failed)
 
 
+def test_losses_of_all_kinds_leave_pending_gradients_that_are_right() -> None:
+    """Stage 1 differs from stage 2 in when gradients are reduced, so that only the use of autograd matters."""
+    names = [name for name, (build, _) in _CASES.items() if build is _Stack or "exception" in name]
+    for failed in ranks.run(2, _train_all, names, [{"stage": 1}]):
+        assert not failed, "\n".join(failed)
+
+
 def test_paths_through_gathers_on_use_agree_on_three_ranks() -> None:
     names = ["weights of children in the parent's forward", "a method other than forward", "a generator as forward"]
-    for failed in ranks.run(3, _train_all, names, _CONFIGS[2:]):
+    for failed in ranks.run(3, _train_all, names, _CONFIGS[1:]):
         assert not failed, "\n".join(failed)
+
+
+def _train_experts(configs: list[dict[str, Any]]) -> None:
+    for config in configs:
+        _train("experts", config, num_steps=12)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_every_mix_of_paths_over_the_ranks_trains_as_plain_adamw_does(world_size: int) -> None:
+    ranks.run(world_size, _train_experts, _CONFIGS)
+
+
+def _wait_in_vain(stage: int) -> None:
+    """Rank 1 does not come; then both are interrupted, as by Ctrl-C in a terminal."""
+    model = _Stack()
+    optimizer = zero_shard.AdamW(model.parameters(), module=model, config={"stage": stage})
+    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+    if dist.get_rank() == 1:
+        time.sleep(30)
+    _simple(model, 0, 0).backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_an_interrupt_ends_ranks_that_wait_for_each_other(stage: int) -> None:
+    started = time.monotonic()
+    errors = ranks.run_expecting_errors(2, _wait_in_vain, stage)
+    assert [type(error) for error in errors] == [KeyboardInterrupt] * 2, errors
+    assert time.monotonic() - started < 15
