@@ -175,6 +175,7 @@ _ORDER = [
         *(
             "stages.materialize",
             "stages.hooks",
+            "stages.gathers",
             "stages.exchanges",
             "stages.gradient_norms",
             "stages.reduction",

@@ -32,6 +32,7 @@ from torch import Tensor, nn
 
 from zero_shard.buffers import Bucket
 from zero_shard.stages.base import Layer
+from zero_shard.stages.gathers import Gatherer
 from zero_shard.stages.hooks import (
     Call,
     ModuleHooks,
@@ -44,7 +45,7 @@ from zero_shard.stages.hooks import (
     without_aliases,
 )
 from zero_shard.stages.reduction import Reducer
-from zero_shard.stages.released import register, release, restore
+from zero_shard.stages.released import register
 from zero_shard.stages.schedule import Schedule
 from zero_shard.stages.unit import Unit, UnitState
 
@@ -69,7 +70,8 @@ class ParameterSharding(Layer):
 
     def __init__(self, below: Layer, reshard_after_forward: bool, prefetch: int) -> None:
         super().__init__(below)
-        self.units: list[Unit] = []
+        self._gatherer = Gatherer(below.communicator)
+        self.units = self._gatherer.units
         self.handles: list[Any] = []
         self._reshards, self._prefetch = reshard_after_forward, prefetch
         self._reducer: Reducer | None = None
@@ -96,7 +98,7 @@ class ParameterSharding(Layer):
             for param, param_name in zip(bucket.params, bucket.names, strict=True):
                 register(param, self, param_name)
                 self._unit_of_param[id(param)] = unit
-        self._release(unit)
+        self._gatherer.release(unit)
         return unit
 
     def attach(self, root: nn.Module, reducer: Reducer) -> None:
@@ -174,7 +176,7 @@ class ParameterSharding(Layer):
                 unit.is_stuck |= unit.is_trainable
             elif is_hooked and not self._reshards:
                 unit.awaits_backward = True
-            self._release(unit)
+            self._gatherer.release(unit)
         self._leave()
         return changed
 
@@ -225,14 +227,14 @@ class ParameterSharding(Layer):
 
     def _end_pass(self) -> None:
         assert self._forward is not None
-        self._forward.end(self)
+        self._forward.end(self._gatherer)
         self._forward = None
 
     def _unwind(self, units: list[Unit]) -> None:
         """Leave a module whose forward raised; one that encloses it may catch the exception and go on."""
         for unit in units:
             unit.num_forwards -= 1
-            self._release(unit)
+            self._gatherer.release(unit)
         self._running.pop()
         if not self._running:
             self._abandon_pass()
@@ -243,9 +245,9 @@ class ParameterSharding(Layer):
         for unit in self.units:
             if unit.state is UnitState.GATHERING:
                 with suppress(RuntimeError):  # a gather that failed raised where it was waited for
-                    self._finish_gather(unit)
+                    self._gatherer.finish(unit)
             unit.num_forwards = unit.num_promised = 0
-            self._release(unit)
+            self._gatherer.release(unit)
 
     def _schedule(self, key: Any, name: str) -> Schedule:
         return self._schedules.setdefault(key, Schedule(self.communicator, name))
@@ -292,7 +294,7 @@ class ParameterSharding(Layer):
         assert self._reducer is not None
         if unit.is_in_backward and not unit.open_calls and all(map(self._reducer.is_complete, unit.buckets)):
             unit.is_in_backward = False
-            self._release(unit)
+            self._gatherer.release(unit)
 
     def _abandon_backward(self) -> None:
         """Forget a backward that an exception ended half-way."""
@@ -308,79 +310,21 @@ class ParameterSharding(Layer):
         if self._backward is None:  # this rank had no backward, or none through a unit, but others may need its shards
             self._backward = self._schedule(self._backward_key, "backward")
             self._backward.begin()
-        self._backward.end(self)
+        self._backward.end(self._gatherer)
         self._backward = None
         for unit in self.units:
             unit.is_in_backward = unit.awaits_backward = False
             unit.open_calls.clear()
-            self._release(unit)
-
-    # ---- gather and release --------------------------------------------------------------------------------
+            self._gatherer.release(unit)
 
     def _make_whole(self, unit: Unit) -> None:
         if unit.state is not UnitState.WHOLE or unit.num_promised:
             schedule = self._backward if self._backward is not None and is_in_graph_task() else self._forward
             assert schedule is not None
             with torch._C._DisableFuncTorch():
-                schedule.request(unit.index, self, self._prefetch)
+                schedule.request(unit.index, self._gatherer, self._prefetch)
                 unit.num_promised -= 1
-                self._finish_gather(unit)
-
-    def start_gather(self, index: int) -> None:
-        """Start to gather a unit in place; all ranks do so in the same order."""
-        unit = self.units[index]
-        unit.num_promised += 1
-        if unit.state is UnitState.GATHERING:
-            self._finish_gather(unit)
-        for bucket in unit.buckets:
-            if unit.state is UnitState.RELEASED:
-                bucket.refill_full()
-            label = f"the parameters of {unit.name}"
-            unit.gathers.append(
-                self.communicator.all_gather_(self.communicator.shards, bucket.full, 3 * bucket.index + 1, label)
-            )
-        if unit.state is UnitState.WHOLE:
-            self._wait(unit)
-        else:
-            unit.state = UnitState.GATHERING
-
-    def discard(self, index: int) -> None:
-        """End the gather of a unit that this rank passes by."""
-        unit = self.units[index]
-        unit.num_promised -= 1
-        self._finish_gather(unit)
-        self._release(unit)
-
-    def _wait(self, unit: Unit) -> None:
-        gathers, unit.gathers = unit.gathers, []
-        for gather in gathers:
-            gather.wait()
-
-    def _finish_gather(self, unit: Unit) -> None:
-        self._wait(unit)
-        if unit.state is UnitState.WHOLE:
-            return
-        for bucket in unit.buckets:
-            for param, view in zip(bucket.params, bucket.views, strict=True):
-                restore(param, view)
-        unit.unlock()
-        unit.state = UnitState.WHOLE
-        unit.version = unit.count_changes()
-
-    def _release(self, unit: Unit) -> None:
-        """Give the memory of a whole unit back unless something needs it."""
-        if unit.state is not UnitState.WHOLE or unit.is_in_use:
-            return
-        has_changed = unit.count_changes() != unit.version
-        for bucket in unit.buckets:
-            if has_changed:  # a forward edited its weights in place, as nn.Embedding(max_norm=...) does
-                bucket.shard.copy_(bucket.full[bucket.own_range])
-        unit.lock()
-        for bucket, placeholders in zip(unit.buckets, unit.placeholders, strict=True):
-            for param, placeholder in zip(bucket.params, placeholders, strict=True):
-                release(param, placeholder)
-            bucket.release_full()
-        unit.state = UnitState.RELEASED
+                self._gatherer.finish(unit)
 
     # ---- verbs ---------------------------------------------------------------------------------------------
 
@@ -398,7 +342,7 @@ class ParameterSharding(Layer):
     def finish_publishing(self) -> None:
         """Block until every publish is done."""
         for unit in self.units:
-            self._wait(unit) if unit.state is UnitState.WHOLE else None
+            self._gatherer.wait(unit) if unit.state is UnitState.WHOLE else None
         self.below.finish_publishing()
 
     def before_step(self) -> None:
@@ -406,7 +350,7 @@ class ParameterSharding(Layer):
         self._remove_leaf_hooks()
         for unit in self.units:
             unit.awaits_backward = unit.is_stuck = unit.is_in_backward = False
-            self._release(unit)
+            self._gatherer.release(unit)
         self.below.before_step()
 
     def gathered(self, params: Sequence[nn.Parameter], modify: bool) -> AbstractContextManager[None]:
@@ -421,9 +365,9 @@ class ParameterSharding(Layer):
             stack.enter_context(self.below.gathered(params, modify))
             for unit in units:
                 if unit.num_pins == 0:  # whether it is whole may differ from rank to rank
-                    self.start_gather(unit.index)
+                    self._gatherer.start_gather(unit.index)
                     unit.num_promised -= 1
-                    self._finish_gather(unit)
+                    self._gatherer.finish(unit)
                 unit.num_pins += 1
             try:
                 yield
@@ -434,7 +378,7 @@ class ParameterSharding(Layer):
                         bucket.take_back_replaced()
                         bucket.shard.copy_(bucket.full[bucket.own_range])
                     unit.num_pins -= 1
-                    self._release(unit)
+                    self._gatherer.release(unit)
 
 
 def _parts(module: nn.Module, hooked: Collection[nn.Module]) -> Iterator[nn.Module]:
