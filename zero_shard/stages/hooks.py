@@ -189,13 +189,17 @@ def _tensors_on(modules: Sequence[nn.Module]) -> list[Tensor]:
     found: list[Tensor] = []
     for module in modules:
         attributes = vars(module)
-        if len(attributes) > len(_OWN_ATTRIBUTES):
-            for name, value in attributes.items():
-                if isinstance(value, Tensor):
-                    found.append(value)
-                elif type(value) in (list, dict, tuple) and value and name not in _OWN_ATTRIBUTES:
-                    found += tensors_in(value)
-        found += [buffer for buffer in module._buffers.values() if buffer is not None and buffer.grad_fn is not None]
+        for name in attributes.keys() - _OWN_ATTRIBUTES:
+            value = attributes[name]
+            if isinstance(value, Tensor):
+                found.append(value)
+            elif type(value) in (list, tuple, dict) and value:
+                items = value.values() if isinstance(value, dict) else value
+                if isinstance(next(reversed(items)), Tensor):  # what a forward has added; vocabularies may be long
+                    found += [item for item in items if isinstance(item, Tensor)]
+        for buffer in module._buffers.values():
+            if buffer is not None and buffer.grad_fn is not None:
+                found.append(buffer)
     return found
 
 
