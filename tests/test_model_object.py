@@ -88,6 +88,37 @@ def test_what_needs_the_whole_model_is_refused_with_the_remedy() -> None:
     ranks.run(2, _refuse)
 
 
+class _Leaks(nn.Module):
+    """Sends its result out where nobody can find it."""
+
+    def __init__(self, sink: Callable[[Tensor], None]) -> None:
+        super().__init__()
+        self.gain, self.sink = nn.Parameter(torch.ones(6, dtype=_F64)), sink
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * self.gain
+        self.sink((x * self.gain).sum())
+        return x
+
+
+def _use_released_weights() -> None:
+    found: list[Tensor] = []
+    model = nn.Sequential(_Leaks(found.append), _Leaks(found.append))
+    optimizer = zero_shard.AdamW(model.parameters(), module=model, config={"stage": 3})
+    model(_x(0))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        found[0].backward()
+    optimizer.zero_grad()
+    found.clear()
+    _step(model, optimizer, 1)
+    assert_ranks_agree(model)
+
+
+def test_autograd_refuses_weights_that_have_been_released() -> None:
+    """It read memory that had been given back."""
+    ranks.run(2, _use_released_weights)
+
+
 # --- allowed ---
 
 
