@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import ranks
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from oracle import Tolerance, assert_snapshots_close, mean_over_ranks, plain_snapshot, sharded_snapshot
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import zero_shard
@@ -141,3 +143,33 @@ def test_compiled_models_have_whole_graphs_in_each_unit_at_stage_3() -> None:
         (3, _blocks_replaced, True, _EAGER, True),
     ]
     ranks.run(2, _train_all, cases)
+
+
+def _interchange(path: str) -> None:
+    """Save a model in wrappers of all kinds and load it without them, and the other way round."""
+    models: list[nn.Module] = []
+    for is_wrapped in (True, False):
+        for is_loading in (False, True):
+            model: nn.Module = nn.Sequential(_Net(), nn.BatchNorm1d(6, dtype=_F64))
+            whole = model
+            if is_wrapped != is_loading:
+                _blocks_replaced(model[0], **_EAGER)
+                model = torch.compile(DistributedDataParallel(model), **_EAGER)
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", ".* DistributedDataParallel", UserWarning)
+                optimizer = zero_shard.AdamW(model.parameters(), lr=0.05, module=model, config={"stage": 1})
+            if is_loading:
+                zero_shard.load(f"{path}/{is_wrapped}", model, optimizer)
+            else:
+                _loss(model, dist.get_rank(), 0).backward()
+                optimizer.step()
+                zero_shard.save(f"{path}/{is_wrapped}", model, optimizer)
+            models.append(whole)
+            if is_loading:
+                tensors = [list(each.state_dict().values()) for each in models[-2:]]
+                for saved, loaded in zip(*tensors, strict=True):
+                    assert torch.equal(saved, loaded) or dist.get_rank() > 0  # buffers are rank 0's
+
+
+def test_checkpoints_of_wrapped_and_plain_models_interchange(tmp_path: Path) -> None:
+    ranks.run(2, _interchange, str(tmp_path))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -11,18 +11,28 @@ from torch.nn.parallel import DistributedDataParallel
 _TRANSPARENT = ("_orig_mod.", "_checkpoint_wrapped_module.")  # of torch.compile and torch's checkpoint_wrapper
 
 
-def plain_named_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield each parameter once, under the name that it has without compilation, checkpointing and DDP around it."""
+def plain_names(module: nn.Module) -> Callable[[str], str]:
+    """Return what gives a name in ``module`` the form without compilation, checkpointing and DDP around modules."""
     wrappers = [
         f"{name}." if name else "" for name, each in module.named_modules() if isinstance(each, DistributedDataParallel)
     ]
-    for name, param in module.named_parameters():
+
+    def plain(name: str) -> str:
         for prefix in reversed(wrappers):  # the innermost first
             if name.startswith(f"{prefix}module."):
                 name = prefix + name[len(prefix) + len("module.") :]
         for part in _TRANSPARENT:
             name = name.replace(part, "")
-        yield name, param
+        return name
+
+    return plain
+
+
+def plain_named_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield each parameter once, under its plain name."""
+    plain = plain_names(module)
+    for name, param in module.named_parameters():
+        yield plain(name), param
 
 
 def wrapped_params(names: dict[int, str]) -> list[str]:
