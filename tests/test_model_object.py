@@ -62,6 +62,7 @@ def _initialise(model: nn.Module, optimizer: zero_shard.AdamW) -> None:
 _REFUSED_AT_3: dict[str, tuple[Callable[[nn.Module, zero_shard.AdamW], Any], str]] = {
     "float": (_to_float, "0.weight"),
     "apply": (_initialise, "0.weight"),
+    "reset_parameters": (lambda model, _: model[0].reset_parameters(), "0.weight"),
     "state_dict": (lambda model, _: model.state_dict(), "full_state_dict"),
     "load_state_dict": (lambda model, _: model.load_state_dict(_net().state_dict()), "gathered"),
     "torch.save": (lambda model, _: torch.save(model, io.BytesIO()), "full_state_dict"),

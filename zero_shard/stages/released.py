@@ -58,6 +58,7 @@ def _allowed() -> set[Any]:
 
 _ALLOWED = _allowed()
 _STRIDE_METHODS = {torch.Tensor.stride, torch.Tensor.is_contiguous}
+_EDITS = {"__set__", "__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__"}
 _CONVERSIONS = {getattr(torch.Tensor, name) for name in "to cpu cuda float double half bfloat16".split()}
 
 
@@ -86,7 +87,7 @@ class ReleasedParameter(nn.Parameter):
         if func == torch.Tensor.data.__set__ and args[0] is args[1]:  # type: ignore[attr-defined]
             return None  # as module.to() does after a conversion that changed nothing
         params = _released_in((*args, *(kwargs or {}).values()))
-        if params and _ask_for(params):
+        if params and not _is_edit(func) and _ask_for(params):
             return func(*args, **(kwargs or {}))
         raise unreadable(_name_of(func), params)
 
@@ -130,6 +131,12 @@ def _changes_nothing(convert: Any, param: nn.Parameter, *args: Any, **kwargs: An
     """Whether a parameter already has the dtype and device that it is to be converted to."""
     probe = torch.empty(0, dtype=param.dtype, device=param.device)
     return convert(probe, *args, **kwargs) is probe
+
+
+def _is_edit(func: Any) -> bool:
+    """Whether a function changes a tensor in place: each rank would make a change of its own."""
+    name = getattr(func, "__name__", "")
+    return name in _EDITS or (name.endswith("_") and not name.endswith("__"))
 
 
 def _name_of(func: Any) -> str:
