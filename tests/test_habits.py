@@ -356,22 +356,6 @@ def test_two_optimizers_met_in_another_order_keep_their_gradients(stage: int) ->
     ranks.run(2, _two_optimizers, stage)
 
 
-def _wrapped(is_wrapped_first: bool) -> None:
-    model = nn.Linear(4, 4, dtype=D)
-    optimizer, wrapper = None, nn.parallel.DistributedDataParallel(model) if is_wrapped_first else None
-    with pytest.raises(ValueError, match=r"weight.* DistributedDataParallel; do not wrap it"):
-        optimizer = zero_shard.AdamW(model.parameters(), module=model)
-        wrapper = nn.parallel.DistributedDataParallel(model)
-        wrapper(_x(0)).sum().backward()
-    del optimizer, wrapper
-    gc.collect()
-
-
-@pytest.mark.parametrize("is_wrapped_first", [True, False])
-def test_distributed_data_parallel_is_refused(is_wrapped_first: bool) -> None:
-    ranks.run(2, _wrapped, is_wrapped_first)
-
-
 def _deleted(stage: int) -> None:
     model, plain = _mlp(), _mlp()
     optimizer = zero_shard.AdamW(model.parameters(), module=model, config={"stage": stage})

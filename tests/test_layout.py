@@ -158,7 +158,7 @@ def test_dense_strides_keep_a_permutation(shape: list[int], data: st.DataObject)
 
 # Lowest first; a file imports from lines above its own, and within a line without cycles.
 _ORDER = [
-    ["layout", "config", "groups", "apex_kernels", "number_formats", "random_bits", "canonical_sums"],
+    ["layout", "module_names", "config", "groups", "apex_kernels", "number_formats", "random_bits", "canonical_sums"],
     ["block_codec"],
     ["adamw_math"],
     ["operator_checks"],
@@ -172,8 +172,11 @@ _ORDER = [
     ["precision"],
     ["norms", "part_reductions", "sharded_grad"],
     [
-        *("stages.base", "stages.slots", "stages.released", "stages.schedule", "stages.units", "stages.materialize"),
+        *("stages.base", "stages.slots", "stages.released", "stages.schedule", "stages.unit", "stages.units"),
         *(
+            "stages.materialize",
+            "stages.hooks",
+            "stages.gathers",
             "stages.exchanges",
             "stages.gradient_norms",
             "stages.reduction",
@@ -183,7 +186,7 @@ _ORDER = [
             "stages",
         ),
     ],
-    ["gathering", "construction", "copying", "agreement", "plan", "state", "tables"],
+    ["gathering", "construction", "copying", "agreement", "plan", "state", "tables", "uneven_inputs"],
     ["adamw"],
     ["averaging", "checkpoint", "monitor"],
     [""],

@@ -41,6 +41,7 @@ from zero_shard.state import (
     low_parts,
 )
 from zero_shard.tables import SlotTables
+from zero_shard.uneven_inputs import JoinHook, Operation
 
 _LOG = logging.getLogger("zero_shard")
 _HOST = "cpu"  # what the host can read without waiting
@@ -148,6 +149,8 @@ class AdamW(torch.optim.AdamW):
         self._sent_before_step = self._sent_in_step = 0
         self._is_lent = False  # the parameters hold other numbers for a while (averages)
         self._lost = ""  # name of a parameter that a later optimizer has taken over
+        self._join_config: Any = None  # set by torch.distributed.algorithms.Join
+        self._join_hook: JoinHook | None = None
 
     def _build(self) -> None:
         self._communicator.agree_on_number()
@@ -160,7 +163,7 @@ class AdamW(torch.optim.AdamW):
         if self._communicator.num_ranks > 1:
             builder, groups = self._builder, self.param_groups
             self._reducer.before_backward = _calling(weakref.WeakMethod(self._apply_clip))
-            self._reducer.before_first_backward = lambda: builder.check_unwrapped(groups)
+            self._reducer.before_first_backward = lambda: builder.notice_wrappers(groups)
         self._handles = [self._reducer.handles, getattr(self._stage, "handles", [])]
         weakref.finalize(self, _leave, self._handles, self._reducer.slots)
         self._stage.at_loss = _calling(weakref.WeakMethod(self._retire))
@@ -300,6 +303,8 @@ class AdamW(torch.optim.AdamW):
         """
         self._adopt_unfrozen()
         self._reducer.collect()
+        if self._join_hook is not None:
+            self._join_hook.announce(Operation.CLIP, [float(max_norm), float(norm_type)])
         norm = self._fold_clip(max_norm, float(norm_type))
         if self._communicator.num_ranks == 1:  # nothing tells when the next backward adds to the gradients
             coefficient, self._clip_coefficient = self._clip_coefficient, None
@@ -356,6 +361,8 @@ class AdamW(torch.optim.AdamW):
         check_amsgrad(self.param_groups, self.config.state_dtype)
         self._reducer.take_back_replaced()
         self._reducer.collect()
+        if self._join_hook is not None:
+            self._join_hook.announce_step()
         self._stage.before_step()
         self._forget_cleared_state()
         with self._reducer.plain_gradients.steady():
@@ -470,6 +477,33 @@ class AdamW(torch.optim.AdamW):
             raise RuntimeError(
                 f"ranks differ in which parameters have a gradient: {names}. Clear gradients on all ranks alike"
             )
+
+    # ---- torch.distributed.algorithms.Join -----------------------------------------------------------------
+
+    def join_hook(self, **_: Any) -> JoinHook:
+        """Return what has ranks that run out of data take part in what the others do. Called by `Join`.
+
+        Raises:
+            NotImplementedError: At stage 3, where a forward needs all ranks.
+        """
+        if self.config.stage == 3:
+            raise NotImplementedError(
+                "Join is not available at stage 3, where every forward needs the parameters of all ranks; use stage 2, "
+                "or give ranks without data an empty batch"
+            )
+        self._join_hook = JoinHook(self, self._reducer, self._communicator)
+        self._reducer.before_round = self._join_hook.announce_round
+        return self._join_hook
+
+    @property
+    def join_device(self) -> torch.device:
+        """Where `Join` counts ranks."""
+        return torch.device(_HOST)
+
+    @property
+    def join_process_group(self) -> ProcessGroup | None:
+        """The ranks that `Join` counts."""
+        return self._communicator.control
 
     # ---- state ---------------------------------------------------------------------------------------------
 

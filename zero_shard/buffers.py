@@ -31,6 +31,9 @@ from zero_shard.number_formats import split_masters_
 
 STATE_NAMES = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 SCALE_NAMES = ("exp_avg_scale", "exp_avg_sq_scale")
+# Added to the version counters of released parameters, so that autograd refuses to use what it saved of them: a node
+# that runs outside of the backward that gathers its unit would read memory that has been given back.
+RELEASED_VERSIONS = 1 << 30  # torch counts with 32 bits
 
 
 class Place(NamedTuple):

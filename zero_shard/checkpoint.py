@@ -37,6 +37,7 @@ from zero_shard.buffers import STATE_NAMES, Bucket
 from zero_shard.construction import check_amsgrad
 from zero_shard.groups import pack_groups
 from zero_shard.masters import master_part, note_weights
+from zero_shard.module_names import plain_named_parameters, plain_names
 from zero_shard.number_formats import split_masters_
 from zero_shard.stages.slots import GradSlot
 
@@ -227,7 +228,7 @@ class _Target(NamedTuple):
 
 
 def _named_slots(module: nn.Module, optimizer: AdamW) -> Iterator[tuple[str, GradSlot]]:
-    names = {param: name for name, param in module.named_parameters()}
+    names = {param: name for name, param in plain_named_parameters(module)}
     for slot in optimizer._reducer.slots:
         if slot.param not in names:
             raise ValueError(f"{slot.name} is in the optimizer but not in the module; pass the module that owns it")
@@ -258,29 +259,31 @@ def _sharded_entries(module: nn.Module, optimizer: AdamW) -> Iterator[tuple[str,
 def _plain_tensors(module: nn.Module, optimizer: AdamW) -> Iterator[tuple[str, Tensor]]:
     """Yield what lies in no bucket: frozen or foreign parameters, and the buffers of the state dict."""
     bucketed = {id(slot.param) for slot in optimizer._reducer.slots}
-    for name, param in module.named_parameters():
+    for name, param in plain_named_parameters(module):
         if id(param) not in bucketed:
             yield name, param
-    params = {id(param) for param in module.parameters()}
+    params, plain = {id(param) for param in module.parameters()}, plain_names(module)
     for name, value in module.state_dict(keep_vars=True).items():
         if isinstance(value, Tensor) and id(value) not in params:
-            yield name, value
+            yield plain(name), value
 
 
 def _facts(module: nn.Module, optimizer: AdamW) -> dict[str, Any]:
-    steps = optimizer._tables.steps.tolist()
+    steps, plain = optimizer._tables.steps.tolist(), plain_names(module)
     return {
         "param_groups": pack_groups(optimizer.param_groups),
         "group_names": _group_names(module, optimizer),
         "extra_states": {
-            name: value for name, value in module.state_dict(keep_vars=True).items() if not isinstance(value, Tensor)
+            plain(name): value
+            for name, value in module.state_dict(keep_vars=True).items()
+            if not isinstance(value, Tensor)
         },
         "steps": {name: steps[slot.index] for name, slot in _named_slots(module, optimizer)},
     }
 
 
 def _group_names(module: nn.Module, optimizer: AdamW) -> list[list[str]]:
-    names = {param: name for name, param in module.named_parameters()}
+    names = {param: name for name, param in plain_named_parameters(module)}
     return [[names.get(param, "?") for param in group["params"]] for group in optimizer.param_groups]
 
 
@@ -324,8 +327,9 @@ def _commit(
     """Move what was read into the live model and optimizer. All ranks call."""
     for name, tensor in _plain_tensors(module, optimizer):
         tensor.copy_(plain[name])
+    plain_name = plain_names(module)
     for name, each in module.named_modules():
-        key = f"{name}._extra_state" if name else "_extra_state"
+        key = plain_name(f"{name}._extra_state" if name else "_extra_state")
         if key in facts["extra_states"]:
             each.set_extra_state(facts["extra_states"][key])
     optimizer._load_groups(facts["param_groups"])

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import copy
-import gc
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from zero_shard.buffers import Bucket, Place, Storage, make_bucket
 from zero_shard.collectives import Communicator
@@ -18,6 +16,7 @@ from zero_shard.config import ZeroConfig
 from zero_shard.gathering import layer_of
 from zero_shard.layout import capped_bucket_nbytes, split_into_buckets
 from zero_shard.masters import keep_own
+from zero_shard.module_names import plain_named_parameters, wrapped_params
 from zero_shard.precision import Precision
 from zero_shard.stages.base import Layer
 from zero_shard.stages.materialize import check_buffers, materialize
@@ -71,7 +70,7 @@ class Builder:
     def named_params(self, groups: Sequence[dict[str, Any]]) -> list[NamedParam]:
         """Return every parameter that is taken charge of, with its name: those of the module first."""
         if not self._names and self._module is not None:
-            self._names = {param: name for name, param in self._module.named_parameters()}
+            self._names = {param: name for name, param in plain_named_parameters(self._module)}
         is_sharded = isinstance(self._stage, ParameterSharding)
         # Trainable parameters outside of the groups belong to somebody else; frozen ones are part of the computation.
         found = {
@@ -106,7 +105,7 @@ class Builder:
             self._precision.look()
         named = self.named_params(groups)
         if num_ranks > 1:
-            self.check_unwrapped(groups)
+            self.notice_wrappers(groups)
         for name, param in named:
             self._check_free(name, param)
             if param.dtype not in _DTYPES:
@@ -154,21 +153,21 @@ class Builder:
                 "a new model; for several optimizers pass to each as module= only the part that it trains"
             )
 
-    def check_unwrapped(self, groups: Sequence[dict[str, Any]]) -> None:
-        """Refuse parameters of a DistributedDataParallel: it would average gradients that have been taken away."""
-        everything = gc.get_objects()
-        # Types first: there are few of them, and hundreds of thousands of objects.
-        wrappers = {kind for kind in set(map(type, everything)) if issubclass(kind, DistributedDataParallel)}
-        if not wrappers:
+    def notice_wrappers(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Leave backward to DistributedDataParallel where it wraps the model. Local, equal on all ranks.
+
+        Raises:
+            ValueError: At stage 3, whose parameters it can't hold.
+        """
+        wrapped = wrapped_params({id(param): name for name, param in self.named_params(groups)})
+        if not wrapped:
             return
-        names = {id(param): name for name, param in self.named_params(groups)}
-        for wrapper in (each for each in everything if type(each) in wrappers):
-            found = [names[id(param)] for param in wrapper.parameters() if id(param) in names]
-            if found:
-                raise ValueError(
-                    f"parameter {found[0]} belongs to a model wrapped in DistributedDataParallel; do not wrap it: "
-                    "zero_shard.AdamW averages gradients itself, at every stage"
-                )
+        if self._config.stage == 3:
+            raise ValueError(
+                f"parameter {wrapped[0]} belongs to a model wrapped in DistributedDataParallel, which needs whole "
+                "parameters; at stage 3 do not wrap it: zero_shard.AdamW averages gradients itself"
+            )
+        self._reducer.stand_back(wrapped[0])
 
     def has_new_params(self, groups: Sequence[dict[str, Any]]) -> bool:
         """Whether a parameter of the groups has no bucket yet though it trains. Local, equal on all ranks."""
@@ -275,7 +274,7 @@ class Builder:
         tensors = [(name, param.data) for name, param in named if id(param) not in self._bucketed | self._known]
         if self._module is not None and not self._known:
             taken = self._bucketed | {id(param) for _, param in named}
-            others = [(n, p) for n, p in self._module.named_parameters() if id(p) not in taken]
+            others = [(n, p) for n, p in plain_named_parameters(self._module) if id(p) not in taken]
             check_buffers(self._module)
             tensors += [(name, param.data) for name, param in others]
             tensors += list(self._module.named_buffers())

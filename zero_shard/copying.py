@@ -6,6 +6,7 @@ import copy
 from typing import Any
 
 from zero_shard.buffers import Bucket
+from zero_shard.masters import watch
 
 
 def copy_bucket(bucket: Bucket, memo: dict[int, Any]) -> Bucket:
@@ -23,4 +24,5 @@ def copy_bucket(bucket: Bucket, memo: dict[int, Any]) -> Bucket:
         param.data = view
         if getattr(param, "grad_dtype", None) != getattr(original, "grad_dtype", None):
             param.grad_dtype = original.grad_dtype
+    watch(copied)
     return copied

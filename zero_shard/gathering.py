@@ -16,8 +16,9 @@ from zero_shard.collectives import Communicator, default_rank
 from zero_shard.masters import home_of, notice_edits
 from zero_shard.number_formats import join_masters
 from zero_shard.stages.base import Layer
-from zero_shard.stages.parameters import ParameterSharding, Unit
+from zero_shard.stages.parameters import ParameterSharding
 from zero_shard.stages.released import ReleasedParameter
+from zero_shard.stages.unit import Unit
 
 _layers: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 

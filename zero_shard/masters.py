@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from zero_shard.buffers import Bucket, in_memory
+from zero_shard.buffers import RELEASED_VERSIONS, Bucket, in_memory
 from zero_shard.number_formats import join_masters, split_masters_
 
 _version = attrgetter("_version")
@@ -31,8 +31,13 @@ def keep_own(bucket: Bucket) -> None:
         return
     if bucket.layout.num_shards > 1:
         bucket.low = bucket.low[bucket.own_range].clone()
+    watch(bucket)
+
+
+def watch(bucket: Bucket) -> None:
+    """Watch the parameters of a bucket whose ``low`` belongs to them as they are now. Local."""
     note_weights(bucket)
-    for position, param in enumerate(bucket.params):
+    for position, param in enumerate(bucket.params if bucket.storage.is_split else ()):
         _homes[param] = (weakref.ref(bucket), position)
 
 
@@ -107,7 +112,7 @@ def _drop_stale(bucket: Bucket, last_shard: Tensor | None, shard: Tensor) -> Non
 
 def _versions_of(bucket: Bucket) -> list[int]:
     with torch._C.DisableTorchFunctionSubclass():  # released parameters
-        return list(map(_version, bucket.params))
+        return [version % RELEASED_VERSIONS for version in map(_version, bucket.params)]
 
 
 def master_part(bucket: Bucket, position: int) -> Tensor:

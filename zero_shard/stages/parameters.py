@@ -13,11 +13,6 @@ outputs arrives in backward, and released when its own gradients have been taken
 parameters that autograd saved in forward are valid again in backward. An output that aliases the storage (a module
 that returns a slice of its weight) is copied before the release.
 
-# Note [Hooks without cycles]
-A hook lives in C++ beside its graph node, where the garbage collector sees no cycle. So the hooks here are plain tensor
-hooks that hold a weak reference to the layer and no tensors (torch's register_multi_grad_hook holds graph nodes, and
-would keep every graph alive).
-
 # Note [Inside backward]
 A forward that runs while a graph task is active is a recomputation (activation checkpointing). Its units stay whole
 until their backward is over, so that checkpointing costs no further gather.
@@ -27,77 +22,45 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from enum import Enum
-from typing import Any
+from types import FrameType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from zero_shard.buffers import Bucket
-from zero_shard.collectives import Pending
 from zero_shard.masters import take_shard
 from zero_shard.stages.base import Layer
+from zero_shard.stages.gathers import Gatherer
+from zero_shard.stages.hooks import (
+    Call,
+    ModuleHooks,
+    is_in_graph_task,
+    storage_of,
+    tensors_in,
+    watch_inputs,
+    watch_outputs,
+    weakly,
+    without_aliases,
+)
 from zero_shard.stages.reduction import Reducer
-from zero_shard.stages.released import release, restore, unreadable
+from zero_shard.stages.released import register
 from zero_shard.stages.schedule import Schedule
+from zero_shard.stages.unit import Unit, UnitState
 
 _PATIENCE_S = 0.25  # longer than ranks in step are apart, shorter than anybody minds on a path of its own
+_TORCH_MODULE_FILE = nn.Module._apply.__code__.co_filename
 
 
-class UnitState(Enum):
-    """Where the full parameters of a unit are."""
+class _Forward(NamedTuple):
+    """A forward that is running in a hooked module."""
 
-    RELEASED = "only the own shard is here"
-    GATHERING = "the other shards are on their way"
-    WHOLE = "parameters may be read"
-
-
-class Unit:
-    """Parameters that are gathered as one, and why they are whole at the moment.
-
-    Args:
-        index: Number among the units, the same on all ranks.
-        name: For messages.
-        modules: Those whose forward needs the unit.
-        buckets: One per dtype, device and trainability.
-    """
-
-    def __init__(self, index: int, name: str, modules: Sequence[nn.Module], buckets: Sequence[Bucket]) -> None:
-        self.index, self.name = index, name
-        self.modules, self.buckets = list(modules), list(buckets)
-        self.state = UnitState.WHOLE
-        self.gathers: list[Pending] = []
-        self.version = self.count_changes()
-        self.num_pins = 0  # `gathered` contexts
-        self.num_forwards = 0  # forwards that are running
-        self.num_promised = 0  # gathers that the schedule has started and nobody has used or discarded
-        self.is_in_backward = False
-        self.awaits_backward = False  # kept whole between forward and backward
-        self.is_stuck = False  # its outputs can't call back, so it stays whole until the step
-        self.last_call = (0, False)  # number of the latest call, and whether its inputs need gradients
-        self.open_calls: set[int] = set()  # calls in backward whose input gradients are not complete
-        self.placeholders = [
-            [torch.full((), torch.nan, dtype=b.dtype, device=b.device).expand(p.shape) for p in b.params]
-            for b in buckets
-        ]
-
-    @property
-    def is_in_use(self) -> bool:
-        """Whether something needs the unit whole."""
-        is_kept = self.is_in_backward or self.awaits_backward or self.is_stuck
-        return bool(self.num_pins or self.num_forwards or self.num_promised or is_kept)
-
-    def count_changes(self) -> int:
-        """Return a number that grows with every change of a parameter in place."""
-        return sum(param._version for bucket in self.buckets for param in bucket.params)
-
-    @property
-    def storages(self) -> set[int]:
-        """Identities of the storages that the unit's parameters live in."""
-        return {bucket.full.untyped_storage()._cdata for bucket in self.buckets}
+    module: nn.Module
+    error: BaseException | None  # that was being handled when it began
+    inputs: list[Tensor]
+    adopted: list[int]  # units that it has turned out to use
 
 
 class ParameterSharding(Layer):
@@ -108,13 +71,15 @@ class ParameterSharding(Layer):
 
     def __init__(self, below: Layer, reshard_after_forward: bool, prefetch: int) -> None:
         super().__init__(below)
-        self.units: list[Unit] = []
+        self._gatherer = Gatherer(below.communicator)
+        self.units = self._gatherer.units
         self.handles: list[Any] = []
         self._reshards, self._prefetch = reshard_after_forward, prefetch
         self._reducer: Reducer | None = None
         self._unit_of: dict[Bucket, Unit] = {}
-        # Hooked modules whose forward is running, outermost first, and the exception that was being handled then.
-        self._running: list[tuple[nn.Module, BaseException | None]] = []
+        self._unit_of_param: dict[int, Unit] = {}  # by id
+        self._root: weakref.ref[nn.Module] | None = None
+        self._running: list[_Forward] = []  # outermost first
         self._schedules: dict[Any, Schedule] = {}
         self._forward: Schedule | None = None
         self._backward: Schedule | None = None
@@ -131,148 +96,146 @@ class ParameterSharding(Layer):
         for bucket in buckets:
             bucket.split_off_shard()
             self._unit_of[bucket] = unit
-        self._release(unit)
+            for param, param_name in zip(bucket.params, bucket.names, strict=True):
+                register(param, self, param_name)
+                self._unit_of_param[id(param)] = unit
+        self._gatherer.release(unit)
         return unit
 
     def attach(self, root: nn.Module, reducer: Reducer) -> None:
         """Hook the modules of all units, and ``root``, whose forward is one pass."""
-        self._reducer = reducer
+        self._reducer, self._root = reducer, weakref.ref(root)
         reducer.patience_s = _PATIENCE_S
-        reducer.at_backward_end = _weakly(self._end_backward)
-        reducer.at_backward_abandoned = _weakly(self._abandon_backward)
-        reducer.at_bucket_complete = _weakly(self._bucket_complete)
+        reducer.at_backward_end = weakly(self._end_backward)
+        reducer.at_backward_abandoned = weakly(self._abandon_backward)
+        reducer.at_bucket_complete = weakly(self._bucket_complete)
         units_of: dict[nn.Module, list[int]] = {root: []}
         for unit in self.units:
             for module in unit.modules:
                 units_of.setdefault(module, []).append(unit.index)
         for number, (module, indices) in enumerate(units_of.items()):
-            hooks = _ModuleHooks(self, number, indices)
-            self.handles += [
-                module.register_forward_pre_hook(hooks.before, prepend=True, with_kwargs=True),
-                module.register_forward_hook(hooks.after, always_call=True),
-            ]
+            parts = list(_parts(module, units_of))
+            self.handles += ModuleHooks(self, number, indices, parts).attach(module)
+
+    def a_parameter(self) -> nn.Parameter | None:
+        """Return a parameter to name in messages."""
+        return next((param for unit in self.units for param in unit.params), None)
 
     # ---- forward -------------------------------------------------------------------------------------------
 
-    def _before_forward(self, module: nn.Module, number: int, units: list[Unit], inputs: Any) -> None:
-        is_recomputing = _is_in_graph_task()
+    def before_forward(self, module: nn.Module, number: int, indices: list[int], inputs: Any) -> None:
+        """Gather the units of a module whose forward begins. Called by its hook; blocks."""
+        is_recomputing = is_in_graph_task()
+        tensors = tensors_in(inputs)
         if is_recomputing:
             self._open_backward()
         else:
-            self._enter(module, number)
-        for unit in units:
-            if is_recomputing:
-                unit.is_in_backward = True
-            else:
-                unit.num_forwards += 1
-            self._make_whole(unit)
-        if torch.is_grad_enabled() and units:
-            self._watch_inputs(units, inputs)
-
-    def _watch_inputs(self, units: list[Unit], inputs: Any) -> None:
-        """Have the units told when the gradients of their inputs are complete."""
-        tensors = [tensor for tensor in tensors_in(inputs) if tensor.requires_grad]
-        self._num_calls += 1
-        for unit in units:
-            unit.last_call = (self._num_calls, bool(tensors))
-        if not tensors:
-            return
-        layer, call, indices = weakref.ref(self), self._num_calls, [unit.index for unit in units]
-        num_inputs, num_missing, task = len(tensors), 0, -1
-
-        def input_done(_: Any) -> None:
-            nonlocal num_missing, task
-            alive, present_task = layer(), torch._C._current_graph_task_id()
-            if present_task != task:  # a graph may be walked more than once (retain_graph)
-                num_missing, task = num_inputs, present_task
-            num_missing -= 1
-            if alive is not None and num_missing == 0:
-                alive._close_call(indices, call)
-
-        for tensor in tensors:
-            handle = tensor.register_hook(input_done)
-            if tensor.is_leaf:  # it outlives the pass
-                self._leaf_handles.append(handle)
-
-    def _close_call(self, indices: list[int], call: int) -> None:
+            self._enter(module, number, tensors)
         for index in indices:
-            unit = self.units[index]
-            unit.open_calls.discard(call)
-            self._release_after_backward(unit)
+            self._use(self.units[index], is_recomputing)
+        if indices and torch.is_grad_enabled():
+            tensors = [tensor for tensor in tensors if tensor.requires_grad]
+            self._num_calls += 1
+            for index in indices:
+                self.units[index].last_call = (self._num_calls, bool(tensors))
+            self._leaf_handles += watch_inputs(self, indices, self._num_calls, tensors)
 
-    def _remove_leaf_hooks(self) -> None:
-        for handle in self._leaf_handles:
-            handle.remove()
-        self._leaf_handles.clear()
+    def _use(self, unit: Unit, is_recomputing: bool) -> None:
+        if is_recomputing:
+            unit.is_in_backward = True
+        else:
+            unit.num_forwards += 1
+        self._make_whole(unit)
 
-    def _after_forward(self, module: nn.Module, units: list[Unit], output: Any) -> Any:
-        if _is_in_graph_task():
+    def after_forward(self, module: nn.Module, indices: list[int], output: Any, left: list[Tensor]) -> Any:
+        """Release the units of a module whose forward has ended; return the output if it was changed.
+
+        Args:
+            left: Tensors that may have come out beside the output.
+        """
+        if is_in_graph_task():
             if torch.is_grad_enabled():
-                self._watch_outputs(units, output)
+                self._watch_outputs([self.units[index] for index in indices], tensors_in(output))
             return None
-        if not self._running or self._running[-1][0] is not module:
+        if not self._running or self._running[-1].module is not module:
             return None  # a hook before ours raised, so that this forward was never entered
-        if output is None and sys.exc_info()[1] is not self._running[-1][1]:
+        units = [self.units[index] for index in (*indices, *self._running[-1].adopted)]
+        if output is None and sys.exc_info()[1] is not self._running[-1].error:
             self._unwind(units)
             return None
         changed = None
         for unit in units:
             unit.num_forwards -= 1
-            changed = output = _without_aliases(output, unit.storages)
-            unit.is_stuck |= any(_storage(tensor) in unit.storages for tensor in tensors_in(output))
-        is_hooked = torch.is_grad_enabled() and self._watch_outputs(units, output)
+            changed = output = without_aliases(output, unit.storages)
+        known = {id(tensor) for tensor in self._running[-1].inputs}
+        outputs = [*tensors_in(output), *(tensor for tensor in left if id(tensor) not in known)]
+        is_hooked = torch.is_grad_enabled() and self._watch_outputs(units, outputs)
         for unit in units:
+            unit.is_stuck |= isinstance(output, Iterator)  # a generator: its body has not run yet
+            unit.is_stuck |= any(storage_of(tensor) in unit.storages for tensor in outputs)
             if torch.is_grad_enabled() and not is_hooked:
-                unit.is_stuck |= any(param.requires_grad for bucket in unit.buckets for param in bucket.params)
+                unit.is_stuck |= unit.is_trainable
             elif is_hooked and not self._reshards:
                 unit.awaits_backward = True
-            self._release(unit)
+            self._gatherer.release(unit)
         self._leave()
         return changed
 
-    def _watch_outputs(self, units: list[Unit], output: Any) -> bool:
-        """Have the units gathered when a gradient of the output arrives; return whether that is possible."""
-        tensors = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
-        if not tensors:
+    def _watch_outputs(self, units: list[Unit], outputs: list[Tensor]) -> bool:
+        """Have the units gathered when a gradient of the outputs arrives; return whether that is possible."""
+        tensors = list({id(tensor): tensor for tensor in outputs if tensor.requires_grad}.values())
+        watch_outputs(self, [Call(unit.index, *unit.last_call) for unit in units], tensors)
+        return bool(tensors)
+
+    def gather_for_use(self, param: nn.Parameter) -> bool:
+        """Gather the unit of a released parameter if a method of the model is using it; return whether it is whole.
+
+        Within the forward of a hooked module the unit is treated as one of that module's. In any other method of the
+        model (one that is called in place of ``forward``) it stays whole until the step. All ranks must call then.
+        """
+        unit, root = self._unit_of_param.get(id(param)), None if self._root is None else self._root()
+        if unit is None or root is None or not _is_used_by(root, sys._getframe(1)):
             return False
-        layer = weakref.ref(self)
-        calls = [(unit.index, *unit.last_call) for unit in units]
-
-        task = -1
-
-        def gradient_arrives(_: Tensor) -> None:
-            nonlocal task
-            alive, present_task = layer(), torch._C._current_graph_task_id()
-            if alive is not None and present_task != task:  # once per walk, with the first of the gradients
-                alive._before_backward(calls)
-            task = present_task
-
-        for tensor in tensors:
-            tensor.register_hook(gradient_arrives)
+        if is_in_graph_task():
+            self._open_backward()
+            self._use(unit, is_recomputing=True)
+        elif self._running:
+            self._running[-1].adopted.append(unit.index)
+            unit.last_call = (self._num_calls, False)
+            self._use(unit, is_recomputing=False)
+        else:
+            unit.is_stuck = True
+            self._forward = Schedule(self.communicator, f"a use of {unit.name} outside of its forward")
+            self._forward.begin()
+            self._make_whole(unit)
+            self._end_pass()
         return True
 
-    def _enter(self, module: nn.Module, number: int) -> None:
-        if self._running and self._running[0][0] is module:
+    def _enter(self, module: nn.Module, number: int, inputs: list[Tensor]) -> None:
+        if self._running and self._running[0].module is module:
             self._abandon_pass()  # its last forward ended in an exception
         if not self._running:
             key = (number, torch.is_grad_enabled())
             self._forward = self._schedule(key, "forward")
             self._forward.begin()
             self._backward_key = ("backward", number)
-        self._running.append((module, sys.exc_info()[1]))
+        self._running.append(_Forward(module, sys.exc_info()[1], inputs, []))
 
     def _leave(self) -> None:
         self._running.pop()
         if not self._running:
-            assert self._forward is not None
-            self._forward.end(self)
-            self._forward = None
+            self._end_pass()
+
+    def _end_pass(self) -> None:
+        assert self._forward is not None
+        self._forward.end(self._gatherer)
+        self._forward = None
 
     def _unwind(self, units: list[Unit]) -> None:
         """Leave a module whose forward raised; one that encloses it may catch the exception and go on."""
         for unit in units:
             unit.num_forwards -= 1
-            self._release(unit)
+            self._gatherer.release(unit)
         self._running.pop()
         if not self._running:
             self._abandon_pass()
@@ -283,9 +246,9 @@ class ParameterSharding(Layer):
         for unit in self.units:
             if unit.state is UnitState.GATHERING:
                 with suppress(RuntimeError):  # a gather that failed raised where it was waited for
-                    self._finish_gather(unit)
+                    self._gatherer.finish(unit)
             unit.num_forwards = unit.num_promised = 0
-            self._release(unit)
+            self._gatherer.release(unit)
 
     def _schedule(self, key: Any, name: str) -> Schedule:
         return self._schedules.setdefault(key, Schedule(self.communicator, name))
@@ -299,16 +262,29 @@ class ParameterSharding(Layer):
             self._backward = self._schedule(self._backward_key, "backward")
             self._backward.begin()
 
-    def _before_backward(self, calls: list[tuple[int, int, bool]]) -> None:
+    def before_backward(self, calls: Sequence[Call]) -> None:
+        """Gather the units of these calls. Called when a gradient of an output arrives; blocks."""
         self._open_backward()
-        for index, call, has_inputs in calls:
+        for index, number, has_inputs in calls:
             unit = self.units[index]
             unit.is_in_backward, unit.awaits_backward = True, False
             # With create_graph the nodes of a second backward will need the weights, and nothing tells when.
             unit.is_stuck |= torch.is_grad_enabled()
             if has_inputs:
-                unit.open_calls.add(call)
+                unit.open_calls.add(number)
             self._make_whole(unit)
+
+    def close_call(self, indices: Sequence[int], number: int) -> None:
+        """Release units unless their own gradients are still to come. Called when those of the inputs are complete."""
+        for index in indices:
+            unit = self.units[index]
+            unit.open_calls.discard(number)
+            self._release_after_backward(unit)
+
+    def _remove_leaf_hooks(self) -> None:
+        for handle in self._leaf_handles:
+            handle.remove()
+        self._leaf_handles.clear()
 
     def _bucket_complete(self, bucket: Bucket) -> None:
         unit = self._unit_of.get(bucket)
@@ -319,7 +295,7 @@ class ParameterSharding(Layer):
         assert self._reducer is not None
         if unit.is_in_backward and not unit.open_calls and all(map(self._reducer.is_complete, unit.buckets)):
             unit.is_in_backward = False
-            self._release(unit)
+            self._gatherer.release(unit)
 
     def _abandon_backward(self) -> None:
         """Forget a backward that an exception ended half-way."""
@@ -335,79 +311,21 @@ class ParameterSharding(Layer):
         if self._backward is None:  # this rank had no backward, or none through a unit, but others may need its shards
             self._backward = self._schedule(self._backward_key, "backward")
             self._backward.begin()
-        self._backward.end(self)
+        self._backward.end(self._gatherer)
         self._backward = None
         for unit in self.units:
             unit.is_in_backward = unit.awaits_backward = False
             unit.open_calls.clear()
-            self._release(unit)
-
-    # ---- gather and release --------------------------------------------------------------------------------
+            self._gatherer.release(unit)
 
     def _make_whole(self, unit: Unit) -> None:
         if unit.state is not UnitState.WHOLE or unit.num_promised:
-            schedule = self._backward if self._backward is not None and _is_in_graph_task() else self._forward
+            schedule = self._backward if self._backward is not None and is_in_graph_task() else self._forward
             assert schedule is not None
-            schedule.request(unit.index, self, self._prefetch)
-            unit.num_promised -= 1
-            self._finish_gather(unit)
-
-    def start_gather(self, index: int) -> None:
-        """Start to gather a unit in place; all ranks do so in the same order."""
-        unit = self.units[index]
-        unit.num_promised += 1
-        if unit.state is UnitState.GATHERING:
-            self._finish_gather(unit)
-        for bucket in unit.buckets:
-            if unit.state is UnitState.RELEASED:
-                bucket.refill_full()
-            label = f"the parameters of {unit.name}"
-            unit.gathers.append(
-                self.communicator.all_gather_(self.communicator.shards, bucket.full, 3 * bucket.index + 1, label)
-            )
-        if unit.state is UnitState.WHOLE:
-            self._wait(unit)
-        else:
-            unit.state = UnitState.GATHERING
-
-    def discard(self, index: int) -> None:
-        """End the gather of a unit that this rank passes by."""
-        unit = self.units[index]
-        unit.num_promised -= 1
-        self._finish_gather(unit)
-        self._release(unit)
-
-    def _wait(self, unit: Unit) -> None:
-        gathers, unit.gathers = unit.gathers, []
-        for gather in gathers:
-            gather.wait()
-
-    def _finish_gather(self, unit: Unit) -> None:
-        self._wait(unit)
-        if unit.state is UnitState.WHOLE:
-            return
-        for bucket in unit.buckets:
-            for param, view in zip(bucket.params, bucket.views, strict=True):
-                restore(param, view)
-        unit.state = UnitState.WHOLE
-        unit.version = unit.count_changes()
-
-    def _release(self, unit: Unit) -> None:
-        """Give the memory of a whole unit back unless something needs it."""
-        if unit.state is not UnitState.WHOLE or unit.is_in_use:
-            return
-        has_changed = unit.count_changes() != unit.version
-        for bucket, placeholders in zip(unit.buckets, unit.placeholders, strict=True):
-            if has_changed:  # a forward edited its weights in place, as nn.Embedding(max_norm=...) does
-                take_shard(bucket)
-            for param, name, placeholder in zip(bucket.params, bucket.names, placeholders, strict=True):
-                release(param, name, placeholder)
-        self._give_back(unit)
-
-    def _give_back(self, unit: Unit) -> None:
-        for bucket in unit.buckets:
-            bucket.release_full()
-        unit.state = UnitState.RELEASED
+            with torch._C._DisableFuncTorch():
+                schedule.request(unit.index, self._gatherer, self._prefetch)
+                unit.num_promised -= 1
+                self._gatherer.finish(unit)
 
     # ---- verbs ---------------------------------------------------------------------------------------------
 
@@ -425,7 +343,7 @@ class ParameterSharding(Layer):
     def finish_publishing(self) -> None:
         """Block until every publish is done."""
         for unit in self.units:
-            self._wait(unit) if unit.state is UnitState.WHOLE else None
+            self._gatherer.wait(unit) if unit.state is UnitState.WHOLE else None
         self.below.finish_publishing()
 
     def before_step(self) -> None:
@@ -433,7 +351,7 @@ class ParameterSharding(Layer):
         self._remove_leaf_hooks()
         for unit in self.units:
             unit.awaits_backward = unit.is_stuck = unit.is_in_backward = False
-            self._release(unit)
+            self._gatherer.release(unit)
         self.below.before_step()
 
     def gathered(self, params: Sequence[nn.Parameter], modify: bool) -> AbstractContextManager[None]:
@@ -448,9 +366,9 @@ class ParameterSharding(Layer):
             stack.enter_context(self.below.gathered(params, modify))
             for unit in units:
                 if unit.num_pins == 0:  # whether it is whole may differ from rank to rank
-                    self.start_gather(unit.index)
+                    self._gatherer.start_gather(unit.index)
                     unit.num_promised -= 1
-                    self._finish_gather(unit)
+                    self._gatherer.finish(unit)
                 unit.num_pins += 1
             try:
                 yield
@@ -461,76 +379,28 @@ class ParameterSharding(Layer):
                         bucket.take_back_replaced()
                         take_shard(bucket)
                     unit.num_pins -= 1
-                    self._release(unit)
+                    self._gatherer.release(unit)
 
 
-class _ModuleHooks:
-    """What is called before and after the forward of one module.
+def _parts(module: nn.Module, hooked: Collection[nn.Module]) -> Iterator[nn.Module]:
+    """Yield a module and those below it that are not hooked themselves."""
+    yield module
+    for child in module.children():
+        if child not in hooked:
+            yield from _parts(child, hooked)
 
-    Args:
-        layer: Held weakly, as hooks outlive it.
-        number: Of the module among those with hooks.
-        indices: Of the units that the module needs whole.
+
+def _is_used_by(root: nn.Module, frame: FrameType | None) -> bool:
+    """Whether code that reads a parameter was called by a method of a module of ``root``.
+
+    Not by one of torch's that walks over all parameters (``state_dict``, ``to``), nor by other code: that may run on
+    one rank only.
     """
-
-    def __init__(self, layer: ParameterSharding, number: int, indices: list[int]) -> None:
-        self._layer, self._number, self._indices = weakref.ref(layer), number, indices
-
-    def before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        layer = self._layer()
-        if layer is not None:
-            layer._before_forward(module, self._number, [layer.units[index] for index in self._indices], (args, kwargs))
-
-    def after(self, module: nn.Module, args: Any, output: Any) -> Any:
-        layer = self._layer()
-        return (
-            None
-            if layer is None
-            else layer._after_forward(module, [layer.units[index] for index in self._indices], output)
-        )
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        layer = self._layer()
-        units = [] if layer is None else layer.units
-        raise unreadable("copying or pickling the model", [p for u in units for b in u.buckets for p in b.params][:1])
-
-
-def tensors_in(value: Any) -> list[Tensor]:
-    """Return the tensors in nested containers, mappings, and objects with attributes (model outputs)."""
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    elif not isinstance(value, (list, tuple, set)):
-        value = list(vars(value).values()) if hasattr(value, "__dict__") and not isinstance(value, nn.Module) else ()
-        return [item for item in value if isinstance(item, Tensor)]
-    return [tensor for item in value for tensor in tensors_in(item)]
-
-
-def _without_aliases(output: Any, storages: set[int]) -> Any:
-    """Copy output tensors that live in one of the storages. See Note [One storage for life]."""
-    if not any(_storage(tensor) in storages for tensor in tensors_in(output)):
-        return output
-    return tree_map_only(Tensor, lambda tensor: tensor.clone() if _storage(tensor) in storages else tensor, output)
-
-
-def _storage(tensor: Tensor) -> int:
-    try:
-        return int(tensor.untyped_storage()._cdata)
-    except (RuntimeError, NotImplementedError):  # wrapper subclasses have none
-        return 0
-
-
-def _is_in_graph_task() -> bool:
-    return torch._C._current_graph_task_id() != -1
-
-
-def _weakly(method: Callable[..., None]) -> Callable[..., None]:
-    reference = weakref.WeakMethod(method)
-
-    def call(*args: Any) -> None:
-        alive = reference()
-        if alive is not None:
-            alive(*args)
-
-    return call
+    while frame is not None:
+        code = frame.f_code
+        owner = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+        if isinstance(owner, nn.Module) and hasattr(type(owner), code.co_name):
+            if any(owner is module for module in root.modules()):
+                return code.co_filename != _TORCH_MODULE_FILE
+        frame = frame.f_back
+    return False

@@ -19,8 +19,9 @@ of the engine can't be queued there from inside. If no hook of ours ran in the o
 from __future__ import annotations
 
 import sys
+import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -62,9 +63,12 @@ class Reducer:
         self.at_backward_end: Callable[[], None] | None = None
         self.at_backward_abandoned: Callable[[], None] | None = None
         self.at_bucket_complete: Callable[[Bucket], None] | None = None
-        self.communicator, self._is_eager = communicator, is_eager
+        self.before_round: Callable[[], None] | None = None  # set while ranks may run out of data (Join)
+        self._communicator, self._is_eager = communicator, is_eager
         self._is_alone = communicator.num_ranks == 1
+        self._was_zeroed = False
         self._is_synchronizing = True
+        self._stands_back = False  # DistributedDataParallel is there
         self._is_fresh = False  # the gradients on all ranks are reduced and agreed on
         self._is_open = False  # a backward is under way
         self._is_finish_queued = False  # and its end will call back
@@ -101,7 +105,7 @@ class Reducer:
         self._has_learned_order = False
 
     def _attach(self, slot: GradSlot) -> None:
-        if self._is_alone or slot.hooks is not None or not slot.param.requires_grad:
+        if self._is_alone or self._stands_back or slot.hooks is not None or not slot.param.requires_grad:
             return
         # Weak: hooks live in C++ beside the parameter, where the garbage collector sees no cycle.
         reducer, index = weakref.ref(self), slot.index
@@ -120,6 +124,25 @@ class Reducer:
         last = slot.param.register_post_accumulate_grad_hook(after)
         slot.hooks = last.hooks_dict_ref(), last.id
         self.handles += [slot.param.register_hook(before), last]
+
+    def stand_back(self, name: str) -> None:
+        """Leave gradients where DistributedDataParallel puts them, until they are asked for. Local; all ranks call.
+
+        What it has averaged is equal on all ranks, so that another mean changes nothing; what it has not (under its
+        ``no_sync``) becomes the mean that is wanted.
+
+        Args:
+            name: Of a parameter that it wraps.
+        """
+        self._stands_back = self._has_learned_order = True
+        for handle in self.handles:
+            handle.remove()
+        self.handles.clear()
+        warnings.warn(
+            f"parameter {name} belongs to a model wrapped in DistributedDataParallel: full gradients stay in memory "
+            "until the step and are averaged twice; leave the wrapper away, zero_shard.AdamW averages them itself",
+            stacklevel=2,
+        )
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -146,11 +169,15 @@ class Reducer:
             if self.before_first_backward is not None:
                 check, self.before_first_backward = self.before_first_backward, None
                 check()
+            if self._stands_back:
+                return
             self._is_open = True
             for bucket in self.buckets:
                 bucket.was_gathered = not bucket.is_released
             self._notice_drops()
             self._start_counting()
+            if self.before_round is not None and self._is_eager and self._is_synchronizing:
+                self.before_round()
         self._graph_tasks.add(task)
         if not is_nested:
             self._is_finish_queued = True
@@ -186,6 +213,8 @@ class Reducer:
 
     def _before_accumulate(self, slot: GradSlot) -> None:
         self.open_backward()
+        if self._stands_back:
+            return
         param = slot.param
         if slot.bucket.is_released and not slot.bucket.was_gathered:
             raise RuntimeError(
@@ -206,6 +235,8 @@ class Reducer:
             param.grad, slot.local = slot.local, None  # autograd adds to it in place
 
     def _after_accumulate(self, slot: GradSlot) -> None:
+        if self._stands_back:
+            return
         slot.take()
         if slot.is_ready or slot.local is None:
             return  # a second contribution in this backward waits for the end of the round; or a hook has dropped it
@@ -299,6 +330,8 @@ class Reducer:
             has_local |= slot.local is not None
         if self._is_fresh and not has_local:
             return
+        if self.before_round is not None:
+            self.before_round()
         for slot in self.slots:
             self._attach(slot)  # those unfrozen since
         self._start_counting()
@@ -319,7 +352,7 @@ class Reducer:
                 mine[slot.index] = 1
                 if slot.local is not None and self._is_started[slot.bucket.index]:
                     mine[num_slots + slot.bucket.index] = 1
-        union = self.communicator.agree(flags, "max", "the list of gradients present").numpy()
+        union = self._communicator.agree(flags, "max", "the list of gradients present").numpy()
         for bucket in self.buckets:
             is_used = bool(union[bucket.slots.start : bucket.slots.stop].any())
             is_late = bool(union[num_slots + bucket.index])
@@ -344,9 +377,9 @@ class Reducer:
             return
         rest = [index for index in self._order if index not in set(self._ready_order)]
         message = torch.tensor([bool(self._ready_order), *self._ready_order, *rest], dtype=torch.int64)
-        if self.communicator.rank != 0:
+        if self._communicator.rank != 0:
             message.zero_()
-        is_known, *order = self.communicator.agree(message, "sum", "the order of buckets").tolist()
+        is_known, *order = self._communicator.agree(message, "sum", "the order of buckets").tolist()
         if is_known:
             self._order, self._has_learned_order = order, True
 
@@ -375,8 +408,44 @@ class Reducer:
         assert bucket.grad is not None, f"{bucket.label} has no reduced gradient"
         return [bucket.grad], [0]
 
+    @property
+    def number(self) -> int:
+        """Place of the optimizer among those on the same ranks."""
+        return self._communicator.number
+
+    @property
+    def communicator(self) -> Communicator:
+        """The ranks, for who reads a sharded gradient: all of them must, so that it is refused inside ``Join``."""
+        if self.before_round is not None:
+            raise NotImplementedError(
+                "reading a sharded gradient (clip_grad_norm_ of torch, GradScaler, .full()) inside Join needs the "
+                "ranks without data, too; clip with optimizer.clip_grad_norm_() or max_grad_norm in the config"
+            )
+        return self._communicator
+
+    def take_marks(self) -> list[float]:
+        """Return whether gradients have been zeroed in place since the last time, and which parameters have one."""
+        was_zeroed, self._was_zeroed = self._was_zeroed, False
+        return [float(was_zeroed), *(float(slot.has_reduced) for slot in self.slots)]
+
+    def follow_round(self, marks: Sequence[float]) -> None:
+        """Take part in a round of ranks that have data, as one without. All others are in a round.
+
+        Args:
+            marks: What `take_marks` returned there.
+        """
+        for slot, has_reduced in zip(self.slots, marks[1:], strict=False):
+            if slot.has_reduced and not has_reduced:
+                slot.drop()
+                slot.param.grad = None
+        if marks[0]:
+            self.zero_grad(set_to_none=False)
+        self._is_fresh = False
+        self.collect()
+
     def norm_of(self, slot: GradSlot, order: float) -> Tensor:
         """Return the norm of one mean gradient, 0-dim fp64 on the CPU. All ranks call."""
+        assert self.communicator is not None
         self.exchanges.takes_squares |= order == 2
         return self.norms.norm_of(slot, order)
 
@@ -408,6 +477,7 @@ class Reducer:
         """Drop all gradients, or set them to zero."""
         if self._is_open:  # a backward that failed half-way
             self.abandon_backward()
+        set_to_none |= self._stands_back  # nobody would take a sharded gradient away before the next backward
         if not set_to_none:
             self._notice_drops()
         for slot in self.slots:
@@ -424,6 +494,7 @@ class Reducer:
                 bucket.has_sums = False
         self.norms.forget()
         self._is_fresh = self._is_fresh and not set_to_none
+        self._was_zeroed = not set_to_none
 
     def after_step(self) -> None:
         """Note that the gradients have been used; the next step agrees anew if no backward has done so."""
@@ -462,10 +533,11 @@ def _finish_all() -> None:
 
     Ranks may meet the parameters of several optimizers in different orders; their agreements must not cross.
     """
-    reducers = sorted(_open_reducers, key=lambda reducer: reducer.communicator.number)
+    reducers = sorted(_open_reducers, key=lambda reducer: reducer.number)
     _open_reducers.clear()
-    for reducer in reducers:
-        reducer.finish_backward()
+    with torch._C._DisableFuncTorch():  # a gradient of torch.func may run this backward; its tensors are not ours
+        for reducer in reducers:
+            reducer.finish_backward()
 
 
 def _is_inside_node() -> bool:

@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Any
+import weakref
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-_names: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-_strides: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+class ReleasedOwner(Protocol):
+    """Who can gather released parameters."""
+
+    def gather_for_use(self, param: nn.Parameter) -> bool:
+        """Make a parameter whole if the model itself is using it; return whether it is. Then all ranks must call."""
+
+
+class _Facts(NamedTuple):
+    name: str
+    strides: tuple[int, ...]
+    owner: weakref.ref[ReleasedOwner]
+
+
+_facts: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 _classes: dict[type, type] = {}
 
 _METADATA = (
@@ -34,6 +49,7 @@ def _allowed() -> set[Any]:
     for name in _METHODS:
         if hasattr(torch.Tensor, name):
             allowed.add(getattr(torch.Tensor, name))
+    allowed.add(torch._has_compatible_shallow_copy_type)
     # Their inputs are asked for, not read.
     allowed.update({torch.autograd.grad, torch.autograd.backward})
     allowed.update({torch.is_floating_point, torch.is_complex, torch.numel})
@@ -42,13 +58,15 @@ def _allowed() -> set[Any]:
 
 _ALLOWED = _allowed()
 _STRIDE_METHODS = {torch.Tensor.stride, torch.Tensor.is_contiguous}
+_EDITS = {"__set__", "__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__"}
+_CONVERSIONS = {getattr(torch.Tensor, name) for name in "to cpu cuda float double half bfloat16".split()}
 
 
 class ReleasedParameter(nn.Parameter):
     """What a parameter is while its unit is released; metadata work, everything else raises with its name."""
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"Released parameter {_names.get(self, '?')} of shape {tuple(self.shape)}"
+        return f"Released parameter {_facts[self].name} of shape {tuple(self.shape)}"
 
     def __deepcopy__(self, memo: Any) -> Any:
         raise unreadable("copy.deepcopy", (self,))
@@ -62,16 +80,25 @@ class ReleasedParameter(nn.Parameter):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         if func in _STRIDE_METHODS:
-            stand_in = torch.empty_strided(args[0].shape, _strides[args[0]], dtype=args[0].dtype, device="meta")
+            stand_in = torch.empty_strided(args[0].shape, _facts[args[0]].strides, dtype=args[0].dtype, device="meta")
             return func(stand_in, *args[1:], **(kwargs or {}))
-        raise unreadable(getattr(func, "__name__", str(func)), (*args, *(kwargs or {}).values()))
+        if func in _CONVERSIONS and _changes_nothing(func, *args, **(kwargs or {})):
+            return args[0]
+        if func == torch.Tensor.data.__set__ and args[0] is args[1]:  # type: ignore[attr-defined]
+            return None  # as module.to() does after a conversion that changed nothing
+        params = _released_in((*args, *(kwargs or {}).values()))
+        if params and not _is_edit(func) and _ask_for(params):
+            return func(*args, **(kwargs or {}))
+        raise unreadable(_name_of(func), params)
 
 
-def release(param: nn.Parameter, name: str, placeholder: Tensor) -> None:
-    """Turn a parameter into a released one in place; ``placeholder`` has its shape and no memory."""
-    if param not in _names:
-        _names[param] = name
-        _strides[param] = param.stride()
+def register(param: nn.Parameter, owner: ReleasedOwner, name: str) -> None:
+    """Note what must be known of a parameter, whole now, while it is released."""
+    _facts[param] = _Facts(name, param.stride(), weakref.ref(owner))
+
+
+def release(param: nn.Parameter, placeholder: Tensor) -> None:
+    """Turn a registered parameter into a released one in place; ``placeholder`` has its shape and no memory."""
     param.data = placeholder
     param.__class__ = _released_class(type(param))
 
@@ -90,9 +117,36 @@ def _released_class(original: type) -> type:
     return _classes[original]
 
 
+def _ask_for(params: Sequence[ReleasedParameter]) -> bool:
+    """Have parameters gathered, if this is a use by the model; return whether all of them are whole now."""
+    for param in params:
+        facts = _facts.get(param)
+        owner = None if facts is None else facts.owner()
+        if owner is None or not owner.gather_for_use(param):
+            return False
+    return True
+
+
+def _changes_nothing(convert: Any, param: nn.Parameter, *args: Any, **kwargs: Any) -> bool:
+    """Whether a parameter already has the dtype and device that it is to be converted to."""
+    probe = torch.empty(0, dtype=param.dtype, device=param.device)
+    return convert(probe, *args, **kwargs) is probe
+
+
+def _is_edit(func: Any) -> bool:
+    """Whether a function changes a tensor in place: each rank would make a change of its own."""
+    name = getattr(func, "__name__", "")
+    return name in _EDITS or (name.endswith("_") and not name.endswith("__"))
+
+
+def _name_of(func: Any) -> str:
+    name = getattr(func, "__name__", str(func))
+    return getattr(func.__self__, "__name__", name) if name in ("__get__", "__set__") else name
+
+
 def unreadable(what: str, args: Any) -> RuntimeError:
     """Return the error that names the released parameters among ``args`` and the remedy."""
-    names = sorted({_names.get(each, "?") for each in _released_in(args)})
+    names = sorted({_facts[each].name if each in _facts else "?" for each in _released_in(args)})
     average = "; for an average of the weights (EMA) use zero_shard.ExponentialMovingAverage(optimizer)"
     return RuntimeError(
         f"{what} needs the parameter {', '.join(names)}, which is sharded and not gathered here (stage 3). Inside its "

@@ -22,7 +22,9 @@ from zero_shard.sharded_grad import ShardedGrad
 class GradOwner(Protocol):
     """Who reduces the gradients of slots."""
 
-    communicator: Communicator
+    @property
+    def communicator(self) -> Communicator:
+        """The ranks; all of them read."""
 
     def collect(self) -> None:
         """Reduce every gradient that is not reduced yet; all ranks call."""

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
+from zero_shard.module_names import plain_named_parameters
+
 _SMALLEST_UNIT_NBYTES = 1 << 20  # outside of stacks, modules below this stay with the rest of the model
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 _STACKS = (nn.ModuleList, nn.Sequential)
@@ -44,6 +46,7 @@ def find_units(module: nn.Module, units: str | Sequence[str], unit_nbytes: int) 
     owners: dict[nn.Parameter, tuple[str, list[nn.Module]]] = {}
     _find_owners(module, "", module, {id(root) for root in roots}, owners)
     plans: dict[tuple[int, ...], UnitPlan] = {}
+    owners = {param: (name, owners[param][1]) for name, param in plain_named_parameters(module)}
     names = {id(each): name for name, each in module.named_modules()}
     for param, (name, modules) in owners.items():
         if any(each is module for each in modules):
