@@ -38,7 +38,8 @@ def _build(model: nn.Module, stage: int, **config: Any) -> zero_shard.AdamW:
 
 def _loss(model: nn.Module, step: int) -> Tensor:
     generator = torch.Generator().manual_seed(31 * dist.get_rank() + step)
-    return model(torch.randn(4, 5, dtype=D, generator=generator)).square().mean()
+    rows = torch.randn(4, 5, dtype=D, generator=generator)
+    return model(rows if model[0].bias.dtype == D else rows.float()).square().mean()
 
 
 def _train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
@@ -212,6 +213,29 @@ def _every_kind_of_state(stage: int) -> None:
         assert torch.equal(mine.low, theirs.low) and torch.equal(mine.exp_avg, theirs.exp_avg)
 
 
+def _split_parameters(stage: int) -> None:
+    """Float32 parameters stored as 16 bits and a rest: neither a copy nor averages that come and go lose the rest."""
+    for dtype in ("bfloat16", "float16"):
+        pairs = []
+        for _ in range(2):
+            model = _net().float()
+            pairs.append((model, _build(model, stage, param_dtype=dtype)))
+        (model, optimizer), (other, other_optimizer) = pairs
+        average = zero_shard.ExponentialMovingAverage(optimizer, 0.5)
+        for step in range(3):
+            _train(model, optimizer, range(step, step + 1))
+            _train(other, other_optimizer, range(step, step + 1))
+            average.update()
+        with average.applied():
+            zero_shard.full_state_dict(model)
+        twin, twin_optimizer = copy.deepcopy((model, optimizer))
+        _train(other, other_optimizer, range(3, 4))
+        want = sharded_snapshot(other, other_optimizer)
+        for each, its in ((model, optimizer), (twin, twin_optimizer)):
+            _train(each, its, range(3, 4))
+            _assert_equal(sharded_snapshot(each, its), want, f"{dtype}, stage {stage}")
+
+
 def _refusals(stage: int) -> None:
     model = _net()
     optimizer = _build(model, stage)
@@ -250,4 +274,4 @@ def test_copies_and_originals_are_freed_one_by_one() -> None:
 
 
 def test_copies_of_one_rank_and_of_every_kind_of_state() -> None:
-    ranks.run(2, _all, _copied_on_one_rank, _every_kind_of_state, limit_s=LIMIT_S)
+    ranks.run(2, _all, _copied_on_one_rank, _every_kind_of_state, _split_parameters, limit_s=LIMIT_S)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from zero_shard.adamw import AdamW
 from zero_shard.buffers import Bucket
+from zero_shard.masters import watch
 from zero_shard.number_formats import join_remainder, split_remainder
 from zero_shard.state import LAYOUT_KEY
 
@@ -124,6 +125,8 @@ class ExponentialMovingAverage:
         stage.finish_publishing()
         with torch._C.DisableTorchFunctionSubclass():
             torch.autograd.graph.increment_version(params)  # a graph across the change would have wrong gradients
+        for bucket, *_ in weights:
+            watch(bucket)
 
     # ---- state ---------------------------------------------------------------------------------------------
 

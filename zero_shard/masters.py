@@ -35,8 +35,8 @@ def keep_own(bucket: Bucket) -> None:
 
 
 def watch(bucket: Bucket) -> None:
-    """Watch the parameters of a bucket whose ``low`` belongs to them as they are now. Local."""
-    note_weights(bucket)
+    """Note that ``low`` belongs to the weights as they are now, and find the bucket by its parameters. Local."""
+    bucket.seen.versions, bucket.seen.num_steps = _versions_of(bucket), 0
     for position, param in enumerate(bucket.params if bucket.storage.is_split else ()):
         _homes[param] = (weakref.ref(bucket), position)
 

@@ -199,8 +199,9 @@ class GradSlot:
     def _new_handed(self) -> ShardedGrad:
         """Return a ShardedGrad that nobody else holds: making one costs more than all else that a step does to it."""
         grad = self._sharded
-        # Held by this slot, `grad` and the call's argument.
-        if grad is None or sys.getrefcount(grad) > 3 or grad.requires_grad:
+        # Held by this slot, `grad` and the call's argument. A dtype that the user has changed is refused in step().
+        is_fit = grad is not None and not grad.requires_grad and self.param.dtype == self.bucket.dtype
+        if grad is None or not is_fit or sys.getrefcount(grad) > 3:
             grad = self._sharded = ShardedGrad(self.param, self)
         grad.generation = self.generation
         return grad
