@@ -53,6 +53,7 @@ struct AdamwConstants {
   T eps;
   T minus_step_size;              // -(lr / (1 - beta1^t))
   Bits<T> is_first_weight_small;  // all ones or zero; see choose
+  int32_t nearest_from;           // see nearest_level_from
   bool is_amsgrad;
 };
 
@@ -75,6 +76,13 @@ ZERO_SHARD_INLINE double whole_power(double base, float exponent) {
   return result;
 }
 
+// From which level below it on a first moment in 8 bits takes the nearest level: 1.5 / (1 - beta1), rounded to a whole
+// number from 2 (above level 0) to 129 (above all). See Note [Stuck moments] in block_codec.h.
+ZERO_SHARD_INLINE int32_t nearest_level_from(double beta1) {
+  const double level = 1.5 / (1.0 - beta1) + 0.5;
+  return level < 129.0 ? static_cast<int32_t>(level > 2.0 ? level : 2.0) : 129;
+}
+
 template <class T>
 ZERO_SHARD_INLINE AdamwConstants<T> make_constants(const double* hyper, float step, double grad_scale) {
   const double first_weight = 1.0 - hyper[kBeta1];
@@ -90,6 +98,7 @@ ZERO_SHARD_INLINE AdamwConstants<T> make_constants(const double* hyper, float st
   constants.bias_correction2_sqrt = static_cast<T>(square_root(1.0 - whole_power(hyper[kBeta2], step)));
   constants.eps = static_cast<T>(hyper[kEps]);
   constants.minus_step_size = static_cast<T>(-(hyper[kLr] / (1.0 - whole_power(hyper[kBeta1], step))));
+  constants.nearest_from = nearest_level_from(hyper[kBeta1]);
   constants.is_amsgrad = hyper[kIsAmsgrad] != 0.0;
   return constants;
 }

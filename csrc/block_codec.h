@@ -5,10 +5,18 @@
 // find the level: arithmetic instead of a table. Level 1 does not exist, code k > 0 is level k + 1: the top level is
 // then a power of two, decodes to the scale exactly, and encoding what was decoded gives the same codes and scale
 // (but for a block of zeros under a raised scale, and one that is not finite).
-// Between two levels the random bits decide, with the odds that keep the expected value: an average that moves by 0.1 %
-// a step would never leave a level by rounding to the nearest. A positive second moment never becomes zero.
+// Between two levels the random bits decide, with the odds that keep the expected value; but large first moments take
+// the nearest, see Note [Stuck moments]. A positive second moment never becomes zero.
 //
 // A block with a NaN or inf has it in its scale, and decodes to it as a whole.
+//
+// Note [Stuck moments]: the nearest level has the smaller error, but an average that moves by less than half the
+// distance to the next level stays where it is. A second moment moves by 0.1 % a step at beta2 = 0.999, less than that
+// on every level: all of them take the random bits. A first moment whose gradient becomes zero falls by the share
+// 1 - beta1 a step, and the level below L is lower by 2 / L of it: where L * (1 - beta1) < 1 it would never fall, while
+// its second moment fades and their quotient, the update, grows. So first moments take the nearest level where the
+// level below them is at least 1.5 / (1 - beta1) (15 for 0.9, 30 for 0.95, none from 0.989 on), and the random bits
+// below that.
 #pragma once
 
 #include "adamw_math.h"
@@ -18,7 +26,7 @@ namespace zero_shard {
 constexpr int64_t kBlockNumel = 256;
 // A smaller scale is raised to this one, so that its lowest level is no zero in float32.
 constexpr float kSmallestScale = 0x1p-100f;
-// Random bits that decide between two levels; the nearest level is taken with half of their range.
+// Random bits with which the nearest of two levels is taken: half of their range.
 constexpr uint32_t kNearestLevel = 0x8000u;
 
 // |value| where that is larger, or no number; so NaN and inf stay.
@@ -63,13 +71,16 @@ ZERO_SHARD_INLINE int32_t code_below(float position, float top) {
 
 // Below, conditions are added as numbers where they can be: GCC vectorises no choice between results of other choices.
 
-// random: 16 bits.
-ZERO_SHARD_INLINE int8_t encode_signed(float value, float scale, float inverse, uint32_t random) {
+// random: 16 bits. nearest_from: of AdamwConstants.
+ZERO_SHARD_INLINE int8_t encode_signed(float value, float scale, float inverse, uint32_t random, int32_t nearest_from) {
   const float magnitude = float_of(bits_of(value) & kFloat32Magnitude);
   const int32_t below = code_below(square_root(magnitude * inverse) * 128.0f, 128.0f);
   const float low = signed_level(level_of(below), scale);
   const float high = signed_level(static_cast<float>(below + 2), scale);
-  const float chance = static_cast<float>(static_cast<int32_t>(random & 0xffffu)) * 0x1p-16f;
+  // below + 1 is the level below, or 1 for level 0; nearest_from is 2 or more. As a ?: the loop is 3 times slower.
+  const uint32_t is_nearest = static_cast<uint32_t>(below + 1 >= nearest_from);
+  const uint32_t decisive = ((is_nearest - 1u) & random & 0xffffu) + is_nearest * kNearestLevel;
+  const float chance = static_cast<float>(static_cast<int32_t>(decisive)) * 0x1p-16f;
   const bool is_up = (below < 127) & (chance * (high - low) < magnitude - low);
   const int32_t code = below + static_cast<int32_t>(is_up);
   return static_cast<int8_t>(value < 0.0f ? -code : code);

@@ -59,7 +59,7 @@ GROUPS = [
     # lr, beta1, beta2, eps, weight_decay, is_amsgrad, is_maximize
     [1e-2, 0.9, 0.999, 1e-8, 0.1, 0, 0],
     [3e-3, 0.4, 0.95, 1e-6, 0.0, 0, 1],  # beta1 below one half takes the other branch of lerp
-    [0.0, 0.9, 0.999, 1e-8, 0.1, 0, 0],
+    [0.0, 0.99, 0.999, 1e-8, 0.1, 0, 0],  # random bits decide for all first moments of 8 bits
     [1e-2, 0.0, 0.0, 1e-8, 0.1, 1, 0],
 ]
 _SPECIAL_TEXT = "0 -0 inf -inf nan 1e-45 -1e-40 1.1754942e-38 3.4028235e38 -3.39e38 1 -1"

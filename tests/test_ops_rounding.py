@@ -8,12 +8,15 @@ from dataclasses import replace
 import pytest
 import torch
 from op_cases import (
+    KERNEL_FORMS,
     SIZES,
     SPECIAL_VALUES,
     Step,
     assert_same_bits,
+    assert_same_step,
     decoded,
     each_form,
+    instruction_sets,
     make_single,
     native,
     needs_native,
@@ -219,27 +222,36 @@ def test_codec_of_special_values() -> None:
 # --- 8-bit moments in a step ------------------------------------------------------------------------------
 
 
-def coded_step(values: Tensor, *, is_first: bool, numbers: int) -> Step:
-    """One parameter for each key whose fresh moment is ``values`` [256] exactly."""
+def coded_step(values: Tensor, *, is_first: bool, numbers: int, beta1: float = 0.0) -> Step:
+    """One parameter for each key whose fresh moment is ``values`` [256], up to the last bits."""
     count = numbers * 256
-    step = make_single(count, "fp32_int8", [0.0, 0.0, 0.0, 1e-8, 0.0, 0, 0])
+    step = make_single(count, "fp32_int8", [0.0, beta1, 0.0, 1e-8, 0.0, 0, 0])
     rows = [[256 * i, 256, i, 0] for i in range(numbers)]
     step = with_segments(step, rows, step.group_hyper[0].tolist(), [5.0] * numbers)
-    grad = values if is_first else values.sqrt()
+    step.exp_avg.zero_()
+    grad = values / (1 - beta1) if is_first else values.sqrt()
     step.grad.copy_(grad.repeat(numbers))
     return replace(step, slot_numbers=torch.arange(numbers) * 3 + 1)
+
+
+def levels_at(numel: int, lowest: float = 0.0, highest: float = 128.0) -> tuple[Tensor, Tensor]:
+    """First moments evenly between two levels, but the first at the top: their levels [N], and they with a sign."""
+    levels = lowest + (highest - lowest) * (torch.arange(numel, dtype=torch.float64) + 0.4) / numel
+    levels[0] = 128.0
+    signs = torch.arange(numel) % 3 - 1.5
+    return levels, ((levels / 128) ** 2 * signs.sign()).float()
 
 
 @each_form
 @each_sign
 def test_codes_of_moments_are_unbiased(is_signed: bool, form: str) -> None:
-    """With beta 0 the moment is the gradient (or its square): the mean of its codes over 4,096 keys approaches it."""
+    """The mean of a fresh moment's codes over 4,096 keys approaches it; of a first one where beta1 is large enough."""
     numbers = 4096
     random = torch.Generator().manual_seed(5)
     values = torch.rand(256, generator=random) * 2 - 1
     values = values if is_signed else values.square() + 1e-3
     values[0] = 1.0
-    step = coded_step(values, is_first=is_signed, numbers=numbers)
+    step = coded_step(values, is_first=is_signed, numbers=numbers, beta1=0.99 if is_signed else 0.0)
     ops.select(form).adamw_(*step.arguments())
     moment = step.moments()[0 if is_signed else 1].view(numbers, 256)
     fresh = values.double() if is_signed else values.sqrt().double() ** 2
@@ -250,6 +262,86 @@ def test_codes_of_moments_are_unbiased(is_signed: bool, form: str) -> None:
     # The deviation of a choice between two levels is at most half their distance; 2^-16 of it is the chances' grain.
     limit = gap * (5 * 0.5 / math.sqrt(numbers) + 2.0**-16)
     assert ((moment.mean(0) - fresh).abs() <= limit).all(), ((moment.mean(0) - fresh).abs() / limit).max()
+
+
+@each_form
+@pytest.mark.parametrize(("beta1", "first_nearest"), [(0.0, 2), (0.9, 15), (0.95, 30), (0.98, 75), (0.99, 129)])
+def test_first_moments_take_the_nearest_level_from_one_on(beta1: float, first_nearest: int, form: str) -> None:
+    """From 1.5 / (1 - beta1) on it is the nearest whatever the key; below, the keys' mean is the moment."""
+    numbers = 1024
+    levels, values = levels_at(256)
+    step = coded_step(values, is_first=True, numbers=numbers, beta1=beta1)
+    ops.select(form).adamw_(*step.arguments())
+    moment = step.moments()[0].view(numbers, 256)
+    fresh = values.double()
+    below = torch.where(levels < 2, 0.0, levels.floor())
+    low, high = (below / 128) ** 2, (torch.where(below == 0, 2.0, below + 1) / 128) ** 2
+    is_nearest = below >= first_nearest
+    assert is_nearest.sum() == 1 + 2 * max(128 - first_nearest, 0) - (first_nearest > 128)
+    nearest = torch.where(fresh.abs() - low < high - fresh.abs(), low, high) * fresh.sign()
+    nearest[0] = fresh[0]
+    error = (moment - nearest).abs().amax(0)
+    assert (error[is_nearest] < 1e-6).all(), (error.max(), levels[error.argmax()])
+    is_random = ~is_nearest & (below < 128)
+    assert (moment.std(0)[is_random] > 0).all()
+    limit = (high - low) * (5 * 0.5 / math.sqrt(numbers) + 2.0**-16) + 1e-6
+    assert ((moment.mean(0) - fresh).abs() <= limit)[is_random].all()
+
+
+@needs_native
+def test_first_nearest_level_native_equals_twin() -> None:
+    """Betas at and beside those where it changes, and ones that no optimizer takes."""
+    betas = [0.0, 0.25, 0.3, 0.4, 0.5, 1.0, 1.5, -1.0, math.nan]
+    for whole in range(2, 131):
+        for beta1 in (1 - 1.5 / whole, 1 - 1.5 / (whole - 0.5)):
+            betas += [math.nextafter(beta1, 0.0), beta1, math.nextafter(beta1, 1.0)]
+    step = coded_step(levels_at(256)[1], is_first=True, numbers=len(betas))
+    for i, beta1 in enumerate(betas):  # the levels around the first nearest one
+        about = min(1.5 / abs(1 - beta1), 128.0) if beta1 != 1 and beta1 == beta1 else 128.0
+        step.grad[256 * i : 256 * (i + 1)] = levels_at(256, max(about - 3, 0.0), min(about + 3, 128.0))[1]
+        step.grad[256 * i : 256 * (i + 1)] /= 1 - beta1 if 0 < beta1 < 1 else 1.0
+    hyper = step.group_hyper.repeat(len(betas), 1)
+    hyper[:, 1] = torch.tensor(betas, dtype=torch.float64)
+    groups = torch.arange(len(betas), dtype=torch.int32)
+    step = replace(step, group_hyper=hyper, slot_groups=groups)
+    expected = step.clone()
+    twins.adamw_(*expected.arguments())
+    for instruction_set in instruction_sets():
+        actual = step.clone()
+        native().adamw_(*actual.arguments())
+        assert_same_step(actual, expected, instruction_set)
+
+
+@pytest.mark.parametrize(("beta1", "beta2"), [(0.9, 0.95), (0.95, 0.95), (0.99, 0.999)])
+def test_first_moments_fade_without_a_gradient(beta1: float, beta2: float) -> None:
+    """By the nearest level alone small ones would stay while their second moments fade, and the update would grow."""
+    numel = 256 * 32
+    step = make_single(numel, "fp32_int8", [0.0, beta1, beta2, 1e-8, 0.0, 0, 0])
+    _, start = levels_at(numel)
+    start[::256] = 1.0
+    step.grad.zero_()
+    step.grad[::256] = 1.0  # keeps both scales at 1
+    assert step.exp_avg_scale is not None and step.exp_avg_sq_scale is not None
+    for codes, scales, values, is_signed in (
+        (step.exp_avg, step.exp_avg_scale, start, True),
+        (step.exp_avg_sq, step.exp_avg_sq_scale, start.square(), False),
+    ):
+        for target, encoded in zip((codes, scales), twins.encode_blocks(values, is_signed), strict=True):
+            target.copy_(encoded)
+    is_fading = torch.arange(numel) % 256 != 0
+    first = step.moments()[0][is_fading].abs().mean().item()
+    form = ops.select(KERNEL_FORMS[-1])
+    for count in range(1, 2001):
+        step.slot_steps.fill_(count)
+        form.adamw_(*step.arguments())
+        if count % 10 == 0:
+            mean, square = (moment[is_fading].abs() for moment in step.moments())
+            if beta1**count > 1e-3:
+                assert mean.mean().item() == pytest.approx(first * beta1**count, rel=0.15)
+            update = mean / square.sqrt()
+            assert update.mean() < 1.05, f"began at 1, is {update.mean()} after {count} steps"
+            assert update.max() < 32, f"{update.max()} after {count} steps"  # for some steps, on the lowest levels
+    assert not mean.any()
 
 
 @each_form

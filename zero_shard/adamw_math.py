@@ -122,11 +122,12 @@ class Constants(NamedTuple):
     eps: Tensor
     minus_step_size: Tensor  # -(lr / (1 - beta1^t))
     is_first_weight_small: Tensor  # bool
+    nearest_from: Tensor  # level of an 8-bit first moment, a whole number
     is_amsgrad: Tensor  # bool
 
 
 def make_constants(rows: Sequence[tuple[Sequence[float], float]], grad_scale: Tensor | None, like: Tensor) -> Tensor:
-    """Return the table of constants [K, 10] in the dtype and on the device of ``like``.
+    """Return the table of constants [K, 11] in the dtype and on the device of ``like``.
 
     Args:
         rows: Hyper-parameters (a row of ``group_hyper``) and step count.
@@ -151,6 +152,7 @@ def make_constants(rows: Sequence[tuple[Sequence[float], float]], grad_scale: Te
             eps,
             -(lr / bias_corrections[:, 0]),
             is_small.to(torch.float64),
+            _nearest_level_from(weight),
             (is_amsgrad != 0).to(torch.float64),
         ],
         dim=1,
@@ -165,6 +167,12 @@ def spread_constants(table: Tensor, batch: Batch) -> Constants:
     return constants._replace(
         is_first_weight_small=constants.is_first_weight_small != 0, is_amsgrad=constants.is_amsgrad != 0
     )
+
+
+def _nearest_level_from(first_weight: Tensor) -> Tensor:
+    """Return the level from which on first moments in 8 bits take the nearest: see Note [Stuck moments]."""
+    level = torch.full_like(first_weight, 1.5).div_(first_weight).add_(0.5)  # a true division
+    return torch.where(level < 129, level.clamp(min=2), 129.0).floor()
 
 
 def _power(base: float, exponent: float) -> float:
@@ -203,7 +211,7 @@ def update_(shard: Shard, grad: Tensor, batch: Batch, constants: Constants) -> N
         shard.exp_avg[where] = mean.to(shard.exp_avg.dtype)
         shard.exp_avg_sq[where] = square.to(shard.exp_avg_sq.dtype)
     else:
-        _write_codes(shard, mean, square, batch)
+        _write_codes(shard, mean, square, batch, constants.nearest_from)
     if shard.max_exp_avg_sq is not None:
         stored = shard.max_exp_avg_sq[where]
         largest = stored.to(dtype)
@@ -222,21 +230,21 @@ def _read_moment(moment: Tensor, scales: Tensor | None, batch: Batch, dtype: tor
     return decode(moment[batch.where], scales[batch.elements() // BLOCK_NUMEL])
 
 
-def _write_codes(shard: Shard, mean: Tensor, square: Tensor, batch: Batch) -> None:
+def _write_codes(shard: Shard, mean: Tensor, square: Tensor, batch: Batch, nearest_from: Tensor) -> None:
     """Store both moments as codes of new scales; the pieces of the batch begin where blocks do."""
     words, positions = batch.random_words(is_moment=True), batch.padded_positions()
     rows = positions // BLOCK_NUMEL
     blocks = batch.elements()[positions % BLOCK_NUMEL == 0] // BLOCK_NUMEL
-    for codes, scales, values, random in (
-        (shard.exp_avg, shard.exp_avg_scale, mean, words & 0xFFFF),
-        (shard.exp_avg_sq, shard.exp_avg_sq_scale, square, words >> 16),
+    for codes, scales, values, random, first_nearest in (
+        (shard.exp_avg, shard.exp_avg_scale, mean, words & 0xFFFF, nearest_from),
+        (shard.exp_avg_sq, shard.exp_avg_sq_scale, square, words >> 16, None),
     ):
         assert scales is not None
         padded = values.new_zeros(len(blocks) * BLOCK_NUMEL)
         padded[positions] = values
         row_scales = scales_of(padded.view(-1, BLOCK_NUMEL))
         scales[blocks] = row_scales
-        codes[batch.where] = encode(values, row_scales[rows], random, codes.dtype)
+        codes[batch.where] = encode(values, row_scales[rows], random, codes.dtype, first_nearest)
 
 
 def _read_master(shard: Shard, batch: Batch, dtype: torch.dtype) -> Tensor:

@@ -34,7 +34,9 @@ def decode(codes: Tensor, scales: Tensor) -> Tensor:
     return torch.where(wide < 0, -value, value)
 
 
-def encode(values: Tensor, scales: Tensor, random: Tensor | int, dtype: torch.dtype) -> Tensor:
+def encode(
+    values: Tensor, scales: Tensor, random: Tensor | int, dtype: torch.dtype, nearest_from: Tensor | None = None
+) -> Tensor:
     """Return codes; between two levels the random bits decide, with the odds that keep the expected value.
 
     Args:
@@ -42,6 +44,7 @@ def encode(values: Tensor, scales: Tensor, random: Tensor | int, dtype: torch.dt
         scales: [N] float32, of the element's block.
         random: [N] int64 or one number, 0 to 65535.
         dtype: int8 or uint8 (second moments: a positive one never becomes zero).
+        nearest_from: [N] or 0-dim; where the level below is at least this, the nearest one is taken instead.
     """
     top = _TOP[dtype]
     magnitude = values.abs() if dtype == torch.int8 else values
@@ -53,7 +56,10 @@ def encode(values: Tensor, scales: Tensor, random: Tensor | int, dtype: torch.dt
     below = torch.where(below < 2, 0, below)
     above = torch.where(below == 0, 2, below + 1)
     low, high = _level_value(below, scales, dtype), _level_value(above, scales, dtype)
-    chance = torch.as_tensor(random, device=values.device).to(torch.float32) * 2.0**-16
+    random = torch.as_tensor(random, device=values.device)
+    if nearest_from is not None:
+        random = torch.where(below >= nearest_from, NEAREST_LEVEL, random)
+    chance = random.to(torch.float32) * 2.0**-16
     is_up = (below < top) & (chance * (high - low) < magnitude - low)
     level = torch.where(is_up, above, below)
     if dtype == torch.uint8:

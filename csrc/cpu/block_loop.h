@@ -30,7 +30,7 @@ float largest_magnitude(const float* values, int64_t numel) {
 // key: of the upper half of index.
 void encode_block(
     const Block& block, int8_t* __restrict__ codes, uint8_t* __restrict__ codes_sq, float scale, float scale_sq,
-    int64_t numel, RandomKey key, uint32_t index) {
+    int64_t numel, RandomKey key, uint32_t index, int32_t nearest_from) {
   const float inverse = inverse_of(scale);
   const float inverse_sq = inverse_of(scale_sq);
   uint32_t random[kBlockNumel];
@@ -39,7 +39,7 @@ void encode_block(
   }
   // Two loops: in one, too much is alive at a time.
   for (int64_t i = 0; i < numel; ++i) {
-    codes[i] = encode_signed(block.exp_avg[i], scale, inverse, random[i] & 0xffffu);
+    codes[i] = encode_signed(block.exp_avg[i], scale, inverse, random[i] & 0xffffu, nearest_from);
   }
   for (int64_t i = 0; i < numel; ++i) {
     codes_sq[i] = encode_unsigned(block.exp_avg_sq[i], scale_sq, inverse_sq, random[i] >> 16);
@@ -74,6 +74,6 @@ void adamw_blocks(const AdamwArgs& args, const AdamwConstants<float>& constants,
     }
     scale = scale_of(largest_magnitude(block.exp_avg, numel));
     scale_sq = scale_of(largest_magnitude(block.exp_avg_sq, numel));
-    encode_block(block, codes, codes_sq, scale, scale_sq, numel, key, arrays.index);
+    encode_block(block, codes, codes_sq, scale, scale_sq, numel, key, arrays.index, constants.nearest_from);
   }
 }

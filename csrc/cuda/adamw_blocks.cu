@@ -114,7 +114,8 @@ __device__ __forceinline__ void update_block(
 #pragma unroll
     for (int k = 0; k < Lane::kNumel; ++k) {
       const uint32_t random = part.random(stream, begin + Lane::offset_of(v) + k);
-      lane.exp_avg[v].values[k] = encode_signed(mean[v][k], scale, inverse, random & 0xffffu);
+      lane.exp_avg[v].values[k] =
+          encode_signed(mean[v][k], scale, inverse, random & 0xffffu, part.constants.nearest_from);
       lane.exp_avg_sq[v].values[k] = encode_unsigned(square[v][k], scale_sq, inverse_sq, random >> 16);
     }
   }
