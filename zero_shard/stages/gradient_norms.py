@@ -114,7 +114,7 @@ class GradientNorms:
             return
         assert bucket.grad is not None
         # Whoever holds plain gradients (stage 0) may have changed them behind torch's back, through grad.data.
-        is_plain = bucket.layout.num_shards == 1 and bucket.grad.dtype == bucket.dtype
+        is_plain = bucket.layout.num_shards == 1 and bucket.grad.dtype == bucket.grad_dtype  # as in `GradSlot.hand`
         if is_plain or not bucket.are_sums_current():
             self._kernels.sum_squares_(bucket.sums, [bucket.grad[bucket.part_range]], [0], numel, bucket.part_table)
             bucket.note_sums()
