@@ -48,3 +48,22 @@ def _scaled_and_clipped(stage: int, config: dict[str, Any]) -> None:
 @pytest.mark.parametrize(("stage", "config"), [(0, {}), (2, {}), (2, {"shard_size": 1})])
 def test_the_norm_of_unscaled_float16_gradients(stage: int, config: dict[str, Any]) -> None:
     ranks.run(2, _scaled_and_clipped, stage, config)
+
+
+def _unfrozen(job: Job) -> Any:
+    model = net()
+    model[0].requires_grad_(False)
+    optimizer = job.adamw(model.parameters(), model, lr=0.05)
+    for step in range(5):
+        model[0].requires_grad_(step >= 2)
+        optimizer.zero_grad()
+        loss_of(model, job.batch(step)).backward()
+        loss_of(model, job.batch(step + 50)).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.3)
+        optimizer.step()
+    return model, optimizer
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_unfrozen_gradients_are_averaged_from_the_first_one_on(stage: int) -> None:
+    ranks.run(2, _compare, _unfrozen, stage)

@@ -218,7 +218,6 @@ class Builder:
         stage.attach(self._module, self._reducer)
 
     def _build_buckets(self, named: Sequence[NamedParam], nbytes: int) -> None:
-        named = [each for each in named if each[1].requires_grad or self._cast_dtype(each[1]) is not None]
         buckets: list[list[NamedParam]] = []
         for kind in self._by_kind(list(reversed(named))):
             sizes = [self._nbytes(param) for _, param in kind]

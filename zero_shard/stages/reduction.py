@@ -105,7 +105,7 @@ class Reducer:
         self._has_learned_order = False
 
     def _attach(self, slot: GradSlot) -> None:
-        if self._is_alone or self._stands_back or slot.hooks is not None or not slot.param.requires_grad:
+        if self._is_alone or self._stands_back or slot.hooks is not None:
             return
         # Weak: hooks live in C++ beside the parameter, where the garbage collector sees no cycle.
         reducer, index = weakref.ref(self), slot.index
@@ -121,9 +121,13 @@ class Reducer:
             if alive is not None:
                 alive._after_accumulate(alive.slots[index])
 
-        last = slot.param.register_post_accumulate_grad_hook(after)
-        slot.hooks = last.hooks_dict_ref(), last.id
-        self.handles += [slot.param.register_hook(before), last]
+        with torch._C.DisableTorchFunctionSubclass():
+            is_trainable = slot.param.requires_grad
+            slot.param.requires_grad_(True)  # torch takes no hook of a frozen parameter, but keeps one; it may be unfrozen
+            last = slot.param.register_post_accumulate_grad_hook(after)
+            slot.hooks = last.hooks_dict_ref(), last.id
+            self.handles += [slot.param.register_hook(before), last]
+            slot.param.requires_grad_(is_trainable)
 
     def stand_back(self, name: str) -> None:
         """Leave gradients where DistributedDataParallel puts them, until they are asked for. Local; all ranks call.
