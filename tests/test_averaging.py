@@ -218,7 +218,7 @@ def _order_of_calls(stage: int) -> None:
 
 
 def _later_parameters(stage: int) -> None:
-    """What is unfrozen or added later starts at its weights."""
+    """What is unfrozen or added later starts at its weights before the first step."""
     model = _net()
     optimizer = _build(model, stage)
     average = ExponentialMovingAverage(optimizer, DECAY)
@@ -230,18 +230,22 @@ def _later_parameters(stage: int) -> None:
     for step in (1, 2):
         optimizer.zero_grad()
         (model(_rows(dist.get_rank(), step)).square().mean() + extra.sum()).backward()
-        optimizer.step()
         if step == 1:
             with zero_shard.gathered(model):
                 first = model[4].bias.detach().clone(), extra.detach().clone()
+        optimizer.step()
+        if step == 1:
+            with zero_shard.gathered(model):
+                second = model[4].bias.detach().clone(), extra.detach().clone()
         average.update()
     full = average.full_state_dict()
     with zero_shard.gathered(model):
         last = model[4].bias.detach().clone(), extra.detach().clone()
     if dist.get_rank() == 0:
         got = full["averages"]["4.bias"], full["averages"]["param_groups[1]['params'][0]"]
-        for value, begin, end in zip(got, first, last, strict=True):
-            torch.testing.assert_close(value, torch.lerp(begin, end, 1 - DECAY), rtol=1e-12, atol=1e-12)
+        for value, begin, then, end in zip(got, first, second, last, strict=True):
+            want = torch.lerp(torch.lerp(begin, then, 1 - DECAY), end, 1 - DECAY)
+            torch.testing.assert_close(value, want, rtol=1e-12, atol=1e-12)
 
 
 def _sixteen_bits(stage: int, dtype: torch.dtype) -> None:

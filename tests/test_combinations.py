@@ -67,3 +67,63 @@ def _unfrozen(job: Job) -> Any:
 @pytest.mark.parametrize("stage", range(4))
 def test_unfrozen_gradients_are_averaged_from_the_first_one_on(stage: int) -> None:
     ranks.run(2, _compare, _unfrozen, stage)
+
+
+def _averages(stage: int, way: str) -> None:
+    """As AveragedModel, whatever becomes trainable later."""
+    found = []
+    for job in (Job(stage), Job(None)):
+        model = net()
+        model[0].requires_grad_(way == "add")
+        optimizer = job.adamw(model[2:].parameters() if way == "add" else model.parameters(), model, lr=0.05)
+        sharded = isinstance(optimizer, zero_shard.AdamW)
+        average: Any = (
+            zero_shard.ExponentialMovingAverage(optimizer, DECAY)
+            if sharded
+            else AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
+        )
+        for step in range(5):
+            if step == 2 and way == "add":
+                optimizer.add_param_group({"params": model[0].parameters()})
+            elif step == 2:
+                model[0].requires_grad_(True)
+            model.zero_grad()
+            loss_of(model, job.batch(step)).backward()
+            optimizer.step()
+            average.update() if sharded else average.update_parameters(model)
+        found.append(average.full_state_dict().get("averages") if sharded else dict(average.module.named_parameters()))
+    got, want = found
+    for name, value in (got or {}).items():
+        torch.testing.assert_close(value, want[name].detach(), rtol=1e-9, atol=1e-9, msg=lambda t, n=name: f"{n}: {t}")
+
+
+@pytest.mark.parametrize("way", ["add", "unfreeze"])
+@pytest.mark.parametrize("stage", range(4))
+def test_averages_of_what_trains_later_begin_at_the_weights_before(stage: int, way: str) -> None:
+    ranks.run(2, _averages, stage, way)
+
+
+def _copied_averages(stage: int) -> None:
+    job, model = Job(stage), net()
+    optimizer = job.adamw(model.parameters(), model, lr=0.05)
+    average = zero_shard.ExponentialMovingAverage(optimizer, DECAY)
+
+    def go(model: Any, optimizer: Any, average: Any, steps: range) -> None:
+        for step in steps:
+            optimizer.zero_grad()
+            loss_of(model, job.batch(step)).backward()
+            optimizer.step()
+            average.update()
+
+    go(model, optimizer, average, range(2))
+    twins = copy.deepcopy((model, optimizer, average))
+    go(*twins, range(2, 4))
+    go(model, optimizer, average, range(2, 4))
+    one, other = average.full_state_dict(), twins[2].full_state_dict()
+    for name, value in one.get("averages", {}).items():
+        assert torch.equal(value, other["averages"][name]), name
+
+
+@pytest.mark.parametrize("stage", range(3))
+def test_a_copy_of_averages_goes_on_from_them(stage: int) -> None:
+    ranks.run(2, _copied_averages, stage)

@@ -148,6 +148,7 @@ class AdamW(torch.optim.AdamW):
         self._unreported_norm: Tensor | None = None
         self._sent_before_step = self._sent_in_step = 0
         self._is_lent = False  # the parameters hold other numbers for a while (averages)
+        self._averages: weakref.WeakSet[Any] = weakref.WeakSet()  # ExponentialMovingAverage
         self._lost = ""  # name of a parameter that a later optimizer has taken over
         self._join_config: Any = None  # set by torch.distributed.algorithms.Join
         self._join_hook: JoinHook | None = None
@@ -365,6 +366,8 @@ class AdamW(torch.optim.AdamW):
             self._join_hook.announce_step()
         self._stage.before_step()
         self._forget_cleared_state()
+        for average in self._averages:
+            average.begin_new()
         with self._reducer.plain_gradients.steady():
             if self._is_step_allowed():
                 self._update()

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -60,6 +61,23 @@ class ExponentialMovingAverage:
         self._averages: dict[Bucket, Tensor] = {}  # [n]
         if not callable(decay):
             _check_decay(decay)
+        optimizer._averages.add(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ExponentialMovingAverage:
+        """Return the same averages over a deep copy of the optimizer. Local."""
+        copied = type(self)(copy.deepcopy(self.optimizer, memo), self.decay)
+        memo[id(self)] = copied
+        copied.num_updates = self.num_updates
+        twins = zip(self.optimizer._reducer.buckets, copied.optimizer._reducer.buckets, strict=True)
+        copied._averages = {twin: self._averages[b].clone() for b, twin in twins if b in self._averages}
+        return copied
+
+    @torch.no_grad()
+    def begin_new(self) -> None:
+        """Let parameters that a first step is about to train be averaged from their weights before it. Local."""
+        for bucket in self.optimizer._reducer.buckets if self.num_updates else ():
+            if bucket not in self._averages and any(param.requires_grad for param in bucket.params):
+                self._add(bucket)
 
     @torch.no_grad()
     def update(self) -> None:
