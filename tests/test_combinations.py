@@ -127,3 +127,22 @@ def _copied_averages(stage: int) -> None:
 @pytest.mark.parametrize("stage", range(3))
 def test_a_copy_of_averages_goes_on_from_them(stage: int) -> None:
     ranks.run(2, _copied_averages, stage)
+
+
+def _copied_precision(stage: int) -> None:
+    model = net().float()
+    optimizer = zero_shard.AdamW(
+        model[:3].parameters(), module=model, config={"stage": stage, "param_dtype": "bfloat16"}
+    )
+    alive = weakref.ref(model)
+    twin, twin_optimizer = copy.deepcopy((model, optimizer))
+    del model, optimizer
+    gc.collect()
+    assert alive() is None
+    twin_optimizer.add_param_group({"params": twin[3:].parameters()})
+    assert twin[5].weight.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("stage", range(3))
+def test_the_copy_of_a_cast_model_casts_what_comes_later(stage: int) -> None:
+    ranks.run(2, _copied_precision, stage)

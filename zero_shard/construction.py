@@ -60,6 +60,8 @@ class Builder:
         copied = copy.copy(self)
         copied._communicator, copied._stage, copied._reducer = communicator, stage, reducer
         copied._module = memo.get(id(self._module))
+        if self._precision is not None:
+            copied._precision = None if copied._module is None else self._precision.copy(copied._module, memo)
         copied._names = {memo[id(param)]: name for param, name in self._names.items() if id(param) in memo}
         copied._known = {id(memo[param]) for param in self._known if param in memo}
         copied._bucketed = {id(memo[param]) for param in self._bucketed}

@@ -8,6 +8,7 @@ parameters stay 16 bits wide; they hold dtypes only, and another optimizer on th
 
 from __future__ import annotations
 
+import copy
 import operator
 from typing import Any
 
@@ -52,6 +53,14 @@ class Precision:
                     self._kept.add(id(param))
                 elif param is not None and (param.dtype == torch.float32 or id(param) in cast):
                     self._cast[id(param)] = dtype
+
+    def copy(self, module: nn.Module, memo: dict[int, Any]) -> Precision:
+        """Return the same for a deep copy of the model, whose parameters are in ``memo``. Local."""
+        copied = copy.copy(self)
+        copied._module = module
+        copied._kept = {id(memo[key]) for key in self._kept if key in memo}
+        copied._cast = {id(memo[key]): dtype for key, dtype in self._cast.items() if key in memo}
+        return copied
 
     def dtype_of(self, param: nn.Parameter) -> torch.dtype | None:
         """Return the dtype that a parameter is cast to, or has been; None for those that stay as they are."""
