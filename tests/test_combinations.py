@@ -146,3 +146,24 @@ def _copied_precision(stage: int) -> None:
 @pytest.mark.parametrize("stage", range(3))
 def test_the_copy_of_a_cast_model_casts_what_comes_later(stage: int) -> None:
     ranks.run(2, _copied_precision, stage)
+
+
+def _clipped_then_replaced(job: Job) -> Any:
+    model = net()
+    optimizer = job.adamw(model.parameters(), model, lr=0.05)
+    clip = getattr(optimizer, "clip_grad_norm_", lambda norm: torch.nn.utils.clip_grad_norm_(model.parameters(), norm))
+    for step in range(3):
+        optimizer.zero_grad()
+        loss_of(model, job.batch(step)).backward()
+        clip(0.1)
+        for param in model.parameters():
+            assert param.grad is not None
+            param.grad = param.grad * 0.5
+        loss_of(model, job.batch(step + 9)).backward()
+        optimizer.step()
+    return model, optimizer
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_a_clip_holds_for_gradients_that_were_replaced_after_it(stage: int) -> None:
+    ranks.run(2, _compare, _clipped_then_replaced, stage)

@@ -327,6 +327,7 @@ class AdamW(torch.optim.AdamW):
         coefficient, self._clip_coefficient = self._clip_coefficient, None
         if coefficient is None:
             return
+        self._reducer.scale_replaced(coefficient)
         for bucket in self._reducer.buckets:
             if bucket.grad is not None:
                 bucket.grad.mul_(coefficient.to(bucket.grad))

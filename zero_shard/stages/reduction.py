@@ -500,6 +500,14 @@ class Reducer:
         self._is_fresh = self._is_fresh and not set_to_none
         self._was_zeroed = not set_to_none
 
+    def scale_replaced(self, factor: Tensor) -> None:
+        """Multiply gradients that the user has put in the place of what was handed out, and that no bucket has. Local."""
+        self._notice_drops()
+        for slot in self.slots:
+            grad = slot.param.grad
+            if grad is not None and grad is not slot.handed:
+                grad.mul_(factor.to(device=grad.device, dtype=grad.dtype))
+
     def after_step(self) -> None:
         """Note that the gradients have been used; the next step agrees anew if no backward has done so."""
         self._is_fresh = False
