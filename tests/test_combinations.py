@@ -167,3 +167,23 @@ def _clipped_then_replaced(job: Job) -> Any:
 @pytest.mark.parametrize("stage", range(4))
 def test_a_clip_holds_for_gradients_that_were_replaced_after_it(stage: int) -> None:
     ranks.run(2, _compare, _clipped_then_replaced, stage)
+
+
+def _data_set(job: Job) -> Any:
+    model = net()
+    optimizer = job.adamw(model.parameters(), model, lr=0.05)
+    for step in range(3):
+        optimizer.zero_grad()
+        loss_of(model, job.batch(step)).backward()
+        for param in model.parameters():
+            assert param.grad is not None
+            param.grad.data = param.grad.data * 2
+        if step == 1:
+            loss_of(model, job.batch(step + 9)).backward()
+        optimizer.step()
+    return model, optimizer
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_gradients_set_by_data_count(stage: int) -> None:
+    ranks.run(2, _compare, _data_set, stage)

@@ -114,6 +114,16 @@ class ShardedGrad(torch.Tensor):
             raise RuntimeError(_DROPPED.format(self.source.name))
 
     @property
+    def data(self) -> Tensor:  # type: ignore[override]
+        """The gradient itself, as there is no graph; setting it copies, as ``p.grad.data = p.grad.data * 0.5`` means."""
+        return self
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        if value is not self:
+            self.copy_(value)
+
+    @property
     def part(self) -> Tensor:
         """This rank's part, an alias: 1-d, of a gradient fp32 or fp64.
 

@@ -524,10 +524,12 @@ class Reducer:
         if self._is_alone:
             return
         for bucket in self.buckets:
-            has_reduced = False
+            has_reduced, is_whole = False, bucket.layout.num_shards == 1
             for slot in self.slots[bucket.slots.start : bucket.slots.stop]:
                 if slot.handed is not None and slot.param.grad is not slot.handed:
                     slot.notice_replaced()
+                elif is_whole and slot.handed is not None:
+                    slot.notice_moved()
                 has_reduced |= slot.has_reduced
             if not has_reduced:
                 bucket.grad = None

@@ -222,6 +222,20 @@ class GradSlot:
             self.param.grad = grad.clone()
         self.drop()
 
+    def notice_moved(self) -> None:
+        """Use what the user has given to a plain gradient by ``p.grad.data = ...``, as if it were another tensor."""
+        handed, own = self.handed, self.bucket.grad
+        if own is None or handed is None or isinstance(handed, ShardedGrad) or handed.numel() == 0:
+            return
+        if handed.data_ptr() == 0:  # it was pending, and became plain while the right side was computed
+            raise RuntimeError(
+                f"p.grad.data of {self.name} was set to a sharded gradient, which has no memory of its own; assign to "
+                "p.grad, or use p.grad.copy_(...)"
+            )
+        if handed.data_ptr() != own.data_ptr() + self.bucket.offsets[self.position] * own.element_size():
+            self.param.grad = handed.detach().clone()
+            self.drop()
+
     def drop(self) -> None:
         """Forget everything about the gradient: the user took it away."""
         if self.has_reduced and self.bucket.grad is not None:
