@@ -114,8 +114,8 @@ class ShardedGrad(torch.Tensor):
             raise RuntimeError(_DROPPED.format(self.source.name))
 
     @property
-    def data(self) -> Tensor:  # type: ignore[override]
-        """The gradient itself, as there is no graph; setting it copies, as ``p.grad.data = p.grad.data * 0.5`` means."""
+    def data(self) -> Tensor:
+        """The gradient itself, as there is no graph; setting it copies (``p.grad.data = p.grad.data * 0.5``)."""
         return self
 
     @data.setter

@@ -123,7 +123,7 @@ class Reducer:
 
         with torch._C.DisableTorchFunctionSubclass():
             is_trainable = slot.param.requires_grad
-            slot.param.requires_grad_(True)  # torch takes no hook of a frozen parameter, but keeps one; it may be unfrozen
+            slot.param.requires_grad_(True)  # torch takes no hook of a frozen parameter, but keeps one
             last = slot.param.register_post_accumulate_grad_hook(after)
             slot.hooks = last.hooks_dict_ref(), last.id
             self.handles += [slot.param.register_hook(before), last]
@@ -501,7 +501,7 @@ class Reducer:
         self._was_zeroed = not set_to_none
 
     def scale_replaced(self, factor: Tensor) -> None:
-        """Multiply gradients that the user has put in the place of what was handed out, and that no bucket has. Local."""
+        """Multiply gradients that the user has put in the place of what was handed out. Local."""
         self._notice_drops()
         for slot in self.slots:
             grad = slot.param.grad
