@@ -187,3 +187,24 @@ def _data_set(job: Job) -> Any:
 @pytest.mark.parametrize("stage", range(4))
 def test_gradients_set_by_data_count(stage: int) -> None:
     ranks.run(2, _compare, _data_set, stage)
+
+
+def _zeros_first(job: Job) -> Any:
+    model = net()
+    optimizer = job.adamw(model.parameters(), model, lr=0.05)
+    for step in range(4):
+        optimizer.zero_grad()
+        if step % 2:
+            for param in model.parameters():
+                param.grad = torch.zeros_like(param)
+                assert not param.grad.requires_grad and param.grad.stride() == param.stride()
+                assert torch.full_like(param, 2.0, dtype=torch.float32).eq(2).all()
+                assert torch.empty_like(param, requires_grad=True).requires_grad
+        loss_of(model, job.batch(step)).backward()
+        optimizer.step()
+    return model, optimizer
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_gradients_may_begin_as_zeros_like_the_parameters(stage: int) -> None:
+    ranks.run(2, _compare, _zeros_first, stage)

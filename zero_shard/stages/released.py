@@ -59,6 +59,7 @@ def _allowed() -> set[Any]:
 _ALLOWED = _allowed()
 _STRIDE_METHODS = {torch.Tensor.stride, torch.Tensor.is_contiguous}
 _EDITS = {"__set__", "__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__"}
+_LIKES = {getattr(torch, f"{name}_like") for name in "zeros ones empty full rand randn".split()}
 _CONVERSIONS = {getattr(torch.Tensor, name) for name in "to cpu cuda float double half bfloat16".split()}
 
 
@@ -82,6 +83,9 @@ class ReleasedParameter(nn.Parameter):
         if func in _STRIDE_METHODS:
             stand_in = torch.empty_strided(args[0].shape, _facts[args[0]].strides, dtype=args[0].dtype, device="meta")
             return func(stand_in, *args[1:], **(kwargs or {}))
+        if func in _LIKES and isinstance(args[0] if args else None, ReleasedParameter):
+            stand_in = torch.empty_strided(args[0].shape, _facts[args[0]].strides, dtype=args[0].dtype, device="meta")
+            return func(stand_in, *args[1:], **{"device": args[0].device, **(kwargs or {})})
         if func in _CONVERSIONS and _changes_nothing(func, *args, **(kwargs or {})):
             return args[0]
         if func == torch.Tensor.data.__set__ and args[0] is args[1]:  # type: ignore[attr-defined]
