@@ -208,3 +208,21 @@ def _zeros_first(job: Job) -> Any:
 @pytest.mark.parametrize("stage", [2, 3])
 def test_gradients_may_begin_as_zeros_like_the_parameters(stage: int) -> None:
     ranks.run(2, _compare, _zeros_first, stage)
+
+
+def _clipped_with_one_set_by_hand(stages: list[int], foreach: bool) -> None:
+    for stage in stages:
+        job, model = Job(stage), net()
+        optimizer = job.adamw(model.parameters(), model, lr=0.05)
+        for _ in range(2):
+            loss_of(model, job.batch(0)).backward()
+            model[0].bias.grad = torch.full_like(model[0].bias, float(job.rank))
+            with pytest.raises(NotImplementedError, match=r"plain tensor.*optimizer\.clip_grad_norm_"):
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01, foreach=foreach)
+            optimizer.clip_grad_norm_(0.01)
+            optimizer.step()
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+def test_the_norm_with_a_gradient_set_by_hand_is_refused(foreach: bool) -> None:
+    ranks.run(2, _clipped_with_one_set_by_hand, [1, 2, 3], foreach)

@@ -11,6 +11,7 @@ from zero_shard.buffers import Bucket, version_of
 from zero_shard.collectives import Communicator
 from zero_shard.norms import global_norm, norm_of_square_sums, norms_of_parts, norms_of_sums
 from zero_shard.ops import Kernels
+from zero_shard.sharded_grad import ShardedGrad
 from zero_shard.stages.slots import GradSlot, PlainGradients
 
 
@@ -60,8 +61,20 @@ class GradientNorms:
         versions = [version_of(bucket.grad) for bucket in self._buckets]
         kept = self._of_slots.get(order)
         if kept is None or kept[0] != versions:
+            self.refuse_plain()
             kept = self._of_slots[order] = (versions, self._all(order))
         return kept[1][slot.index]
+
+    def refuse_plain(self) -> None:
+        """Raise NotImplementedError if a plain gradient that the user has set stands beside sharded ones. Local."""
+        for slot in self._slots:
+            grad = slot.param.grad
+            if grad is not None and grad is not slot.handed and not isinstance(grad, ShardedGrad):
+                raise NotImplementedError(
+                    f"the norm of sharded gradients is not available while p.grad of {slot.name} is a plain tensor, "
+                    "which counts as this rank's gradient and is averaged in step(): ranks would get different norms. "
+                    "Clip with optimizer.clip_grad_norm_(max_norm) or max_grad_norm in the config"
+                )
 
     def forget(self) -> None:
         """Forget the norms of slots: gradients may have changed. All ranks do so at the same call."""

@@ -447,6 +447,10 @@ class Reducer:
         self._is_fresh = False
         self.collect()
 
+    def refuse_plain(self) -> None:
+        """Raise NotImplementedError if a plain gradient that the user has set stands beside sharded ones. Local."""
+        self.norms.refuse_plain()
+
     def norm_of(self, slot: GradSlot, order: float) -> Tensor:
         """Return the norm of one mean gradient, 0-dim fp64 on the CPU. All ranks call."""
         assert self.communicator is not None

@@ -29,6 +29,9 @@ class GradOwner(Protocol):
     def collect(self) -> None:
         """Reduce every gradient that is not reduced yet; all ranks call."""
 
+    def refuse_plain(self) -> None:
+        """Raise NotImplementedError if a plain gradient stands beside sharded ones; local."""
+
     def norm_of(self, slot: GradSlot, order: float) -> Tensor:
         """Return the norm of one mean gradient; all ranks call."""
 
@@ -112,7 +115,9 @@ class GradSlot:
 
     def norm(self, order: float) -> Tensor:
         """Return the norm of the mean gradient, 0-dim fp64 on the CPU. All ranks call."""
-        self.reduced_part()
+        if self.local is not None or not self.has_reduced:
+            self._alive().refuse_plain()  # before it is averaged with the rest, while the caller holds the old one
+            self.reduced_part()
         return self._alive().norm_of(self, order)
 
     def norm_of_part(self, part: Tensor, order: float) -> Tensor:
