@@ -226,3 +226,28 @@ def _clipped_with_one_set_by_hand(stages: list[int], foreach: bool) -> None:
 @pytest.mark.parametrize("foreach", [False, True])
 def test_the_norm_with_a_gradient_set_by_hand_is_refused(foreach: bool) -> None:
     ranks.run(2, _clipped_with_one_set_by_hand, [1, 2, 3], foreach)
+
+
+def _loaded_and_edited(stages: list[int]) -> None:
+    found: list[Any] = []
+    for stage in stages:
+        model = net().float()
+        optimizer = zero_shard.AdamW(
+            model.parameters(), module=model, config={"stage": stage, "param_dtype": "bfloat16"}
+        )
+        with zero_shard.gathered(model, modify=True):
+            model.load_state_dict({name: torch.full(p.shape, 0.1234567) for name, p in model.state_dict().items()})
+            with torch.no_grad():
+                model[2].weight[0].mul_(2)
+        found.append(zero_shard.full_state_dict(model))
+        del optimizer
+    for stage, weights in zip(stages, found, strict=True):
+        for name, value in weights.items():
+            if name == "2.weight":
+                assert torch.equal(value, value.bfloat16().float()), (stage, value)
+            else:
+                assert value.unique().tolist() == pytest.approx([0.1234567], rel=1e-5), (stage, name)
+
+
+def test_a_weight_that_is_edited_after_loading_has_no_loaded_digits() -> None:
+    ranks.run(2, _loaded_and_edited, list(range(4)))

@@ -84,12 +84,12 @@ def notice_edits(bucket: Bucket) -> None:
 def take_shard(bucket: Bucket) -> None:
     """Copy the own range of ``full``, which the user may have changed, into ``shard`` (stage 3). Local."""
     weights = bucket.full[bucket.own_range]
-    _drop_stale(bucket, bucket.shard, weights)
-    bucket.shard.copy_(weights)
     for position, low in bucket.seen.loaded_low.items():
         assert bucket.low is not None
         bucket.local_part(bucket.low, position).copy_(low)
     bucket.seen.loaded_low.clear()
+    _drop_stale(bucket, bucket.shard, weights)  # what was edited after loading, too
+    bucket.shard.copy_(weights)
 
 
 def _drop_stale(bucket: Bucket, last_shard: Tensor | None, shard: Tensor) -> None:
