@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import warnings
 import weakref
 from typing import Any
 
@@ -251,3 +252,29 @@ def _loaded_and_edited(stages: list[int]) -> None:
 
 def test_a_weight_that_is_edited_after_loading_has_no_loaded_digits() -> None:
     ranks.run(2, _loaded_and_edited, list(range(4)))
+
+
+def _wrapped_before_the_cast(stages: list[int]) -> None:
+    for stage in stages:
+        model = net().float()
+        wrapped = nn.parallel.DistributedDataParallel(model)
+        with pytest.raises(ValueError, match=r"0\.weight is torch\.float32 and would be cast.*optimizer first"):
+            zero_shard.AdamW(model.parameters(), module=model, config={"stage": stage, "param_dtype": "bfloat16"})
+        del wrapped
+        gc.collect()
+        optimizer = zero_shard.AdamW(
+            model.parameters(), module=model, config={"stage": stage, "param_dtype": "bfloat16"}
+        )
+        wrapped = nn.parallel.DistributedDataParallel(model)
+        x, y = Job(stage).batch(0)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            nn.functional.mse_loss(wrapped(x.float()).float(), y.float()).backward()
+        optimizer.step()
+        del wrapped
+        gc.collect()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_cast_of_wrapped_parameters_is_refused(num_ranks: int) -> None:
+    ranks.run(num_ranks, _wrapped_before_the_cast, [0, 2] if num_ranks == 2 else [0])

@@ -106,7 +106,7 @@ class Builder:
         if self._precision is not None:
             self._precision.look()
         named = self.named_params(groups)
-        if num_ranks > 1:
+        if num_ranks > 1 or self._precision is not None:
             self.notice_wrappers(groups)
         for name, param in named:
             self._check_free(name, param)
@@ -159,10 +159,22 @@ class Builder:
         """Leave backward to DistributedDataParallel where it wraps the model. Local, equal on all ranks.
 
         Raises:
-            ValueError: At stage 3, whose parameters it can't hold.
+            ValueError: At stage 3, whose parameters it can't hold; a wrapped parameter is still to be cast.
         """
-        wrapped = wrapped_params({id(param): name for name, param in self.named_params(groups)})
+        named = self.named_params(groups)
+        wrapped = wrapped_params({id(param): name for name, param in named})
         if not wrapped:
+            return
+        dtypes = {name: (param.dtype, self._cast_dtype(param) or param.dtype) for name, param in named}
+        for name in wrapped:
+            before, after = dtypes[name]
+            if before != after:
+                raise ValueError(
+                    f"parameter {name} is {before} and would be cast to {after}, but belongs to a model wrapped in "
+                    "DistributedDataParallel, whose buffers are made for the dtype that it was wrapped in; build the "
+                    "optimizer first, then wrap, or do not wrap: zero_shard.AdamW averages gradients itself"
+                )
+        if self._communicator.num_ranks == 1:
             return
         if self._config.stage == 3:
             raise ValueError(
