@@ -278,3 +278,50 @@ def _wrapped_before_the_cast(stages: list[int]) -> None:
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_a_cast_of_wrapped_parameters_is_refused(num_ranks: int) -> None:
     ranks.run(num_ranks, _wrapped_before_the_cast, [0, 2] if num_ranks == 2 else [0])
+
+
+def _taken_over(stages: list[int], param_dtype: str) -> None:
+    for stage in stages:
+        config = {"stage": stage, "param_dtype": param_dtype, "bucket_mib": 1e-4}
+
+        def train(model: Any, optimizer: Any, steps: range) -> None:
+            for step in steps:
+                optimizer.zero_grad()
+                x, y = Job(0).batch(step)
+                nn.functional.mse_loss(model(x.float()).float(), y.float()).backward()
+                optimizer.step()
+
+        found = []
+        for is_replaced in (False, True):
+            model = net().float()
+            optimizer = zero_shard.AdamW(model.parameters(), lr=0.01, module=model, config=config)
+            train(model, optimizer, range(2))
+            if is_replaced:
+                before = zero_shard.full_state_dict(model)
+                with pytest.raises(ValueError, match=r"is what another.*pass param_dtype"):
+                    zero_shard.AdamW(model.parameters(), config={"stage": stage})
+                loss = model(Job(0).batch(7)[0].float()).float().sum()
+                loss.backward()  # these gradients are dropped
+                later = zero_shard.AdamW(
+                    reversed(list(model.parameters())), lr=0.01, module=model, config={**config, "bucket_mib": 25}
+                )
+                assert model[0].weight.grad is None
+                for name, value in zero_shard.full_state_dict(model).items():
+                    assert value.dtype == torch.float32 and torch.equal(value, before[name]), (stage, name)
+                saved = optimizer.full_state_dict()
+                if saved:
+                    numbers = list(reversed(range(len(saved["state"]))))
+                    saved["state"] = {numbers[number]: entry for number, entry in saved["state"].items()}
+                box = [saved]
+                torch.distributed.broadcast_object_list(box)
+                later.load_state_dict(box[0])
+                optimizer = later
+            train(model, optimizer, range(2, 4))
+            found.append(zero_shard.full_state_dict(model))
+        for name, value in found[0].items():
+            assert torch.equal(value, found[1][name]), (stage, name)
+
+
+@pytest.mark.parametrize("param_dtype", ["bfloat16", "float16"])
+def test_a_later_optimizer_takes_masters_over(param_dtype: str) -> None:
+    ranks.run(2, _taken_over, [0, 1, 2], param_dtype)

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from zero_shard.buffers import Bucket, Place, Storage, make_bucket
 from zero_shard.collectives import Communicator
 from zero_shard.config import ZeroConfig
-from zero_shard.gathering import layer_of
+from zero_shard.gathering import layer_of, widen
 from zero_shard.layout import capped_bucket_nbytes, split_into_buckets
-from zero_shard.masters import keep_own
+from zero_shard.masters import home_of, keep_own
 from zero_shard.module_names import plain_named_parameters, wrapped_params
 from zero_shard.precision import Precision
 from zero_shard.stages.base import Layer
@@ -78,7 +78,7 @@ class Builder:
         found = {
             param: name
             for param, name in self._names.items()
-            if is_sharded or (not param.requires_grad and self._cast_dtype(param) is not None)
+            if is_sharded or (not param.requires_grad and self._is_to_be_cast(param))
         }
         for number, group in enumerate(groups):
             given = group.get("param_names") or [None] * len(group["params"])
@@ -86,6 +86,11 @@ class Builder:
                 default = name or f"param_groups[{number}]['params'][{position}]"
                 found[param] = self._names.get(param, default)
         return [(name, param) for param, name in found.items()]
+
+    def _is_to_be_cast(self, param: nn.Parameter) -> bool:
+        """Whether this optimizer casts a parameter, or has: not those that another one has cast."""
+        is_mine = id(param) in self._bucketed or home_of(param) is None
+        return is_mine and self._cast_dtype(param) is not None
 
     def check(self, groups: Sequence[dict[str, Any]]) -> None:
         """Refuse what can't be sharded. Local.
@@ -154,6 +159,13 @@ class Builder:
                 "edit that one (optimizer.param_groups, optimizer.state.clear()), or zero_shard.save and load them in "
                 "a new model; for several optimizers pass to each as module= only the part that it trains"
             )
+        is_foreign = id(param) not in self._bucketed and home_of(param) is not None
+        if is_foreign and self._precision is None and param.dtype != torch.float32:
+            raise ValueError(
+                f"parameter {name} is what another zero_shard.AdamW has cast to {param.dtype} by param_dtype, and the "
+                "rest of its float32 value would be lost; pass param_dtype and module here, too, edit that optimizer "
+                "(optimizer.param_groups, optimizer.state.clear()), or zero_shard.save and load into a new model"
+            )
 
     def notice_wrappers(self, groups: Sequence[dict[str, Any]]) -> None:
         """Leave backward to DistributedDataParallel where it wraps the model. Local, equal on all ranks.
@@ -211,6 +223,7 @@ class Builder:
             self._num_shards = self._stage.num_shards(limit)
             self._communicator.split(self._num_shards)
         named = self.named_params(groups)
+        widen([param for _, param in named if id(param) not in self._bucketed])
         nbytes = self._bucket_nbytes(named)
         if is_first and isinstance(self._stage, ParameterSharding) and self._num_shards > 1:
             self._build_units(self._stage, nbytes)

@@ -101,6 +101,26 @@ def _add_rests(params: Sequence[nn.Parameter], copies: dict[int, Tensor]) -> Non
             copies[id(param)] = master.as_strided(param.shape, stride)
 
 
+def widen(params: Sequence[nn.Parameter]) -> None:
+    """Make 16-bit parameters the float32 values that they are part of in another optimizer. All ranks call.
+
+    Their gradients are dropped: that optimizer is about to lose them.
+    """
+    by_bucket: dict[int, tuple[Bucket, list[tuple[nn.Parameter, int]]]] = {}
+    for param in params:
+        home = home_of(param)
+        if home is not None and param.dtype == home[0].dtype:
+            by_bucket.setdefault(id(home[0]), (home[0], []))[1].append((param, home[1]))
+    for bucket, places in by_bucket.values():
+        full_low = _full_low(bucket, _layers[places[0][0]]().communicator)
+        for param, position in places:
+            offset, numel = bucket.layout.slots[position]
+            view = bucket.views[position]
+            master = join_masters(in_memory(param.detach(), view.stride()), full_low[offset : offset + numel])
+            param.grad = None
+            param.data = master.as_strided(view.shape, view.stride())
+
+
 def _full_low(bucket: Bucket, communicator: Communicator) -> Tensor:
     if not bucket.is_released:
         bucket.take_back_replaced()

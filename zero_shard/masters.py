@@ -27,6 +27,8 @@ _homes: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # split parameter -
 
 def keep_own(bucket: Bucket) -> None:
     """Keep only the own range of ``low`` of a new bucket, and watch its parameters from now on. Local."""
+    for param in bucket.params:
+        _homes.pop(param, None)  # another optimizer's
     if not bucket.storage.is_split or bucket.low is None:
         return
     if bucket.layout.num_shards > 1:

@@ -51,7 +51,7 @@ class Precision:
             for param in module._parameters.values():
                 if param is not None and dtype == torch.float32:
                     self._kept.add(id(param))
-                elif param is not None and (param.dtype == torch.float32 or id(param) in cast):
+                elif param is not None and (param.dtype == torch.float32 or id(param) in cast or home_of(param)):
                     self._cast[id(param)] = dtype
 
     def copy(self, module: nn.Module, memo: dict[int, Any]) -> Precision:
