@@ -92,7 +92,6 @@ _READS: dict[str, Callable[[nn.Parameter], Any]] = {
     "copy": copy.copy,
     "pickle": pickle.dumps,
     "new parameter": lambda p: nn.Parameter(p),
-    "zeros_like": lambda p: torch.zeros_like(p),
     "vector": lambda p: nn.utils.parameters_to_vector([p]),
     "out": lambda p: torch.add(torch.ones(6, 4), 1, out=p),
     "dlpack": lambda p: p.__dlpack__(),
