@@ -123,7 +123,9 @@ def read_source() -> Batch:
     return (corpus.training_windows(0, range(8192), 8192, NUM_TOKENS, seed=0),)
 
 
-def train(model: nn.Module, make_optimizer: MakeOptimizer, data: Batch, steps: int, rows: int, ranks: Ranks) -> None:
+def train(
+    model: nn.Module, make_optimizer: MakeOptimizer, data: Batch, steps: int, rows: int, ranks: Ranks
+) -> torch.optim.Optimizer:
     """An ordinary training loop: each rank takes its rows of every batch of ``rows``."""
     optimizer = make_optimizer(model)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=steps)
@@ -138,6 +140,7 @@ def train(model: nn.Module, make_optimizer: MakeOptimizer, data: Batch, steps: i
         schedule.step()
         if (step + 1) % 10 == 0 or step + 1 == steps:
             ranks.say(f"step {step + 1:4d}  loss {ranks.mean(loss):.4f}  gradient norm {float(norm):.3f}")
+    return optimizer  # at stage 3 the weights live in it
 
 
 @torch.no_grad()
@@ -176,9 +179,10 @@ def main() -> None:
         split = NUM_HELD_OUT
         held_out, training = [tensor[:split] for tensor in data], [tensor[split:] for tensor in data]
         before = evaluate(model, tuple(held_out), ranks)
-        train(model, make_optimizer, tuple(training), arguments.steps, arguments.batch, ranks)
+        optimizer = train(model, make_optimizer, tuple(training), arguments.steps, arguments.batch, ranks)
         what = "accuracy on held-out docstrings" if is_minilm else "loss on held-out source"
         ranks.say(f"{what}: {before:.3f} before, {evaluate(model, tuple(held_out), ranks):.3f} after")
+        del optimizer
 
 
 if __name__ == "__main__":
