@@ -17,7 +17,7 @@ from stacks import build, make_model, train
 from torch import Tensor, nn
 
 import zero_shard
-from zero_shard import adamw as adamw_file
+from zero_shard import skipping
 
 
 def _norms_of_small(scale: float) -> list[tuple[float, float]]:
@@ -100,7 +100,7 @@ def counted(optimizer: zero_shard.AdamW) -> Iterator[dict[str, int]]:
     names = [name for name in kernels._fields if name != "name"]
     wrapped = kernels._replace(**{name: counting(name, getattr(kernels, name)) for name in names})
     reducer = optimizer._reducer
-    holders: list[Any] = [optimizer, reducer.exchanges, reducer.norms, reducer.plain_gradients]
+    holders: list[Any] = [optimizer, optimizer._update, reducer.exchanges, reducer.norms, reducer.plain_gradients]
     for holder in holders:
         holder._kernels = wrapped
     try:
@@ -216,7 +216,7 @@ def test_the_norm_is_that_of_the_gradients_as_they_are(stage: int, change: str) 
 
 def _skip(stage: int, is_deferred: bool) -> list[Snapshot]:
     if is_deferred:
-        adamw_file._HOST = "no device"
+        skipping._HOST = "no device"
     try:
         model, optimizer = build(torch.float32, {"stage": stage, "skip_nonfinite": True})
         train(model, optimizer, torch.float32, range(2))
@@ -232,7 +232,7 @@ def _skip(stage: int, is_deferred: bool) -> list[Snapshot]:
             assert Path(seen[0].filename).parent.name == "tests", "it points at the line that called step()"
         return [before, skipped, sharded_snapshot(model, optimizer)]
     finally:
-        adamw_file._HOST = "cpu"
+        skipping._HOST = "cpu"
 
 
 @pytest.mark.parametrize("stage", range(4))

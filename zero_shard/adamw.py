@@ -4,47 +4,36 @@ from __future__ import annotations
 
 import copy
 import logging
-import sys
-import warnings
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from itertools import compress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from zero_shard import ops
-from zero_shard.agreement import build_on_all_ranks, describe_group, describe_param
-from zero_shard.buffers import Bucket
+from zero_shard.agreement import build_on_all_ranks, facts_of, facts_of_group
+from zero_shard.clipping import Clip
 from zero_shard.collectives import Communicator, ProcessGroup
 from zero_shard.config import ZeroConfig, load_config
 from zero_shard.construction import Builder, check_amsgrad
 from zero_shard.copying import copy_bucket
-from zero_shard.gathering import register_layer
-from zero_shard.groups import Groups, number_params, pack_groups, unpack_groups
-from zero_shard.masters import note_weights
-from zero_shard.plan import Usage, describe_storage, floor_sent_nbytes, promised_nbytes
+from zero_shard.groups import pack_groups
+from zero_shard.held_state import HeldState
+from zero_shard.plan import Usage, describe_storage, usage_of
 from zero_shard.sharded_grad import ShardedGrad
+from zero_shard.skipping import NonfiniteSkip
 from zero_shard.stages import build_stage
 from zero_shard.stages.reduction import Reducer
-from zero_shard.stages.slots import GradSlot
-from zero_shard.state import (
-    LAYOUT_KEY,
-    check_state_dict,
-    clear_state,
-    copy_state,
-    full_state,
-    layout_entry,
-    low_parts,
-)
+from zero_shard.state import check_state_dict, copy_state, full_state, pack_state
 from zero_shard.tables import SlotTables
+from zero_shard.tenure import Tenure, calling
 from zero_shard.uneven_inputs import JoinHook, Operation
+from zero_shard.update import Factors, Update
 
 _LOG = logging.getLogger("zero_shard")
-_HOST = "cpu"  # what the host can read without waiting
 
 
 class AdamW(torch.optim.AdamW):
@@ -63,6 +52,10 @@ class AdamW(torch.optim.AdamW):
         ValueError, TypeError: Bad argument or config, or ranks that differ; on every rank.
         NotImplementedError: A complex or sparse parameter, by name.
     Source: Decoupled weight decay (arXiv:1711.05101); ZeRO (arXiv:1910.02054).
+
+    Attributes:
+        config: The ZeroConfig in force.
+        held: What this rank holds, for checkpoints and averages.
 
     Example:
         >>> optimizer = zero_shard.AdamW(model.parameters(), lr=1e-3, module=model, config={"stage": 3})
@@ -114,7 +107,9 @@ class AdamW(torch.optim.AdamW):
 
         with torch.inference_mode(False), torch.no_grad():
             build_on_all_ranks(communicator, build)
-            self._build()
+            communicator.agree_on_number()
+            self._builder.build(self.param_groups)
+            self._start()
 
     # ---- construction --------------------------------------------------------------------------------------
 
@@ -123,16 +118,7 @@ class AdamW(torch.optim.AdamW):
         self._set_up(communicator)
         self._builder = Builder(self.config, communicator, self._stage, self._reducer, module)
         self._builder.check(self.param_groups)
-        facts = {"config.check": repr(self.config.check)}
-        if self.config.check == "off":
-            return facts
-        facts |= {f"config.{name}": repr(value) for name, value in vars(self.config).items()}
-        for name, param in self._builder.named_params(self.param_groups):
-            facts[f"parameter {name}"] = describe_param(param)
-        for number, group in enumerate(self.param_groups):
-            facts[f"param_groups[{number}]"] = describe_group(group)
-        facts["the order of parameters"] = ", ".join(name for name, _ in self._builder.named_params(self.param_groups))
-        return facts
+        return facts_of(self.config, self._builder.named_params(self.param_groups), self.param_groups)
 
     def _set_up(self, communicator: Communicator) -> None:
         """Make everything that needs the config only."""
@@ -142,66 +128,37 @@ class AdamW(torch.optim.AdamW):
         self._reducer = Reducer(communicator, self._kernels, self.config.reduce_dtype, self._stage.reduces_in_backward)
         self._reducer.exchanges.takes_squares = self.config.max_grad_norm is not None or self.config.skip_nonfinite
         self._tables = SlotTables()
-        self._is_exposed = torch.zeros(0, dtype=torch.uint8)  # [P]: `self.state` shows the slot's state
-        self._clip_coefficient: Tensor | None = None
-        self._found_inf: Tensor | None = None  # of the present step, where the host does not wait for it
-        self._unreported_norm: Tensor | None = None
+        self._clip = Clip(self._reducer, self._tables)
+        self._skip = NonfiniteSkip()
+        self._tenure = Tenure(self._stage, self._reducer)
+        self.held = HeldState(self, communicator, self._stage, self._reducer, self._tables, self._tenure)
+        is_checked = self.config.check == "every_step"
+        self._update = Update(self.held, self._reducer, self._tables, self._kernels, is_checked)
         self._sent_before_step = self._sent_in_step = 0
-        self._is_lent = False  # the parameters hold other numbers for a while (averages)
-        self._averages: weakref.WeakSet[Any] = weakref.WeakSet()  # ExponentialMovingAverage
-        self._lost = ""  # name of a parameter that a later optimizer has taken over
         self._join_config: Any = None  # set by torch.distributed.algorithms.Join
         self._join_hook: JoinHook | None = None
-
-    def _build(self) -> None:
-        self._communicator.agree_on_number()
-        self._builder.build(self.param_groups)
-        self._start()
 
     def _start(self) -> None:
         """Wire up what has been built."""
         self._after_new_buckets()
         if self._communicator.num_ranks > 1:
             builder, groups = self._builder, self.param_groups
-            self._reducer.before_backward = _calling(weakref.WeakMethod(self._apply_clip))
+            self._reducer.before_backward = calling(weakref.WeakMethod(self._clip.apply))
             self._reducer.before_first_backward = lambda: builder.notice_wrappers(groups)
-        self._handles = [self._reducer.handles, getattr(self._stage, "handles", [])]
-        weakref.finalize(self, _leave, self._handles, self._reducer.slots)
-        self._stage.at_loss = _calling(weakref.WeakMethod(self._retire))
+        self._tenure.begin(self)
         self._is_built = True
         if self._communicator.rank == 0:
-            _LOG.info(
-                "zero_shard: %s", describe_storage(self._reducer.buckets, self.config, self._communicator.num_ranks)
-            )
+            text = describe_storage(self._reducer.buckets, self.config, self._communicator.num_ranks)
+            _LOG.info("zero_shard: %s", text)
 
     def _after_new_buckets(self) -> None:
         """Make room for new slots."""
         if self._is_built:
-            self._forget_cleared_state()
+            self.held.forget_cleared()
         slots = self._reducer.slots
         self._tables.extend(len(slots), slots[0].bucket.device if slots else torch.device("cpu"))
-        self._is_exposed = torch.zeros(len(slots), dtype=torch.uint8)
-        for slot in slots:
-            former = register_layer(slot.param, self._stage)
-            if former is not None and former.at_loss is not None:
-                former.at_loss(slot.param)
-        self._expose_state(self._tables.steps.cpu() > 0)
-
-    def _retire(self, param: nn.Parameter) -> None:
-        """Leave the parameters to a later optimizer that has taken over this one. Local."""
-        if not self._lost:
-            self._lost = next(slot.name for slot in self._reducer.slots if slot.param is param)
-            _leave(self._handles, self._reducer.slots)
-            for bucket in self._reducer.buckets:
-                bucket.is_released = True  # its memory is no longer that of the parameters
-
-    def check_in_charge(self) -> None:
-        """Raise RuntimeError if a later optimizer has taken a parameter over. Local."""
-        if self._lost:
-            raise RuntimeError(
-                f"a zero_shard.AdamW that was built later has taken over parameter {self._lost}: one optimizer trains "
-                "it at a time. Use the later one, or one optimizer with several groups"
-            )
+        self._tenure.claim()
+        self.held.make_room()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group, as in torch. After construction all ranks must call it."""
@@ -216,11 +173,7 @@ class AdamW(torch.optim.AdamW):
             except Exception:
                 self.param_groups.pop()
                 raise
-            group = self.param_groups[-1]
-            if self.config.check == "off":
-                return {}
-            facts = {"the added group": describe_group(group)}
-            return facts | {f"parameter {i}": describe_param(p) for i, p in enumerate(group["params"])}
+            return {} if self.config.check == "off" else facts_of_group(self.param_groups[-1])
 
         build_on_all_ranks(self._communicator, add)
         self._builder.build(self.param_groups)
@@ -241,8 +194,8 @@ class AdamW(torch.optim.AdamW):
                 "an average of the weights use zero_shard.ExponentialMovingAverage(optimizer); for a second model "
                 "build it anew and load what zero_shard.save has written"
             )
-        self.check_in_charge()
-        self._reducer.take_back_replaced()
+        self.held.check_in_charge()
+        self.held.take_back_replaced()
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
         with torch.inference_mode(False), torch.no_grad():
@@ -280,7 +233,7 @@ class AdamW(torch.optim.AdamW):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients, or set them to zero."""
         with torch.autograd.profiler.record_function(self._zero_grad_profile_name):
-            self._clip_coefficient = None
+            self._clip.coefficient = None
             self._reducer.zero_grad(set_to_none)
             for group in self.param_groups:
                 for param in group["params"]:
@@ -306,44 +259,10 @@ class AdamW(torch.optim.AdamW):
         self._reducer.collect()
         if self._join_hook is not None:
             self._join_hook.announce(Operation.CLIP, [float(max_norm), float(norm_type)])
-        norm = self._fold_clip(max_norm, float(norm_type))
-        if self._communicator.num_ranks == 1:  # nothing tells when the next backward adds to the gradients
-            coefficient, self._clip_coefficient = self._clip_coefficient, None
-            assert coefficient is not None
-            self._scale_gradients(coefficient)
+        norm = self._clip.fold(self.param_groups, max_norm, float(norm_type))
+        if self._communicator.num_ranks == 1:
+            self._clip.apply_alone(self.param_groups)
         return norm.to(self._tables.steps.device)
-
-    def _fold_clip(self, max_norm: float, order: float) -> Tensor:
-        """Have the next update scale the gradient, as it stands clipped so far, to a norm of at most ``max_norm``."""
-        norm, before = self._global_norm(order), self._clip_coefficient
-        norm = norm if before is None else norm * before
-        coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-        self._clip_coefficient = coefficient if before is None else before * coefficient
-        return norm
-
-    @torch.no_grad()
-    def _apply_clip(self) -> None:
-        """Scale the gradients for good before another backward adds to them."""
-        coefficient, self._clip_coefficient = self._clip_coefficient, None
-        if coefficient is None:
-            return
-        self._reducer.scale_replaced(coefficient)
-        for bucket in self._reducer.buckets:
-            if bucket.grad is not None:
-                bucket.grad.mul_(coefficient.to(bucket.grad))
-                bucket.has_sums = False
-
-    def _scale_gradients(self, coefficient: Tensor) -> None:
-        for group in self.param_groups:
-            for param in group["params"]:
-                grad: Tensor | None = param.grad
-                if grad is not None:
-                    grad.mul_(coefficient.to(grad.device))
-
-    def _global_norm(self, order: float) -> Tensor:
-        is_owned = self._tables.owned_flags(self._reducer.slots, self.param_groups)
-        self._reducer.exchanges.takes_squares |= order == 2
-        return self._reducer.norms.global_norm(order, is_owned)
 
     # ---- the step ------------------------------------------------------------------------------------------
 
@@ -358,7 +277,7 @@ class AdamW(torch.optim.AdamW):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._report_skipped()
+        self._skip.report()
         self._adopt_unfrozen()
         check_amsgrad(self.param_groups, self.config.state_dtype)
         self._reducer.take_back_replaced()
@@ -366,13 +285,13 @@ class AdamW(torch.optim.AdamW):
         if self._join_hook is not None:
             self._join_hook.announce_step()
         self._stage.before_step()
-        self._forget_cleared_state()
-        for average in self._averages:
+        self.held.forget_cleared()
+        for average in self.held.averages:
             average.begin_new()
         with self._reducer.plain_gradients.steady():
             if self._is_step_allowed():
-                self._update()
-        self._clip_coefficient = self._found_inf = None
+                self._update.run(self.param_groups, Factors(self._clip.coefficient, self._skip.found_inf))
+        self._clip.coefficient = self._skip.found_inf = None
         self._reducer.after_step()
         self._sent_in_step = self._communicator.sent_nbytes - self._sent_before_step
         self._sent_before_step = self._communicator.sent_nbytes
@@ -380,107 +299,18 @@ class AdamW(torch.optim.AdamW):
 
     def _adopt_unfrozen(self) -> None:
         """Take charge of parameters that were frozen when the optimizer was built. All ranks unfreeze alike."""
-        self.check_in_charge()
-        if self._is_lent:
-            raise RuntimeError(
-                "the model holds averaged weights, which a step would train; leave ExponentialMovingAverage.applied() "
-                "first"
-            )
+        self._tenure.check_trainable()
         if self._builder.has_new_params(self.param_groups):
             self._builder.build(self.param_groups)
             self._after_new_buckets()
 
-    def _forget_cleared_state(self) -> None:
-        """Start anew where the user has removed a parameter's entry from ``self.state``."""
-        if len(self.state) >= int(self._is_exposed.sum()):
-            return
-        for index in self._is_exposed.nonzero().flatten().tolist():
-            slot = self._reducer.slots[index]
-            if slot.param not in self.state:
-                clear_state(slot)
-                self._tables.steps[index] = 0
-                self._is_exposed[index] = 0
-
     def _is_step_allowed(self) -> bool:
-        if self.config.max_grad_norm is not None:
-            norm = self._fold_clip(self.config.max_grad_norm, 2.0)
-        elif self.config.skip_nonfinite:
-            norm = self._global_norm(2.0)
-        else:
+        max_norm, is_skipping = self.config.max_grad_norm, self.config.skip_nonfinite
+        if max_norm is None and not is_skipping:
             return True
-        if not self.config.skip_nonfinite:
-            return True
-        self._unreported_norm = norm
-        if norm.device.type == _HOST:
-            return self._report_skipped()
-        self._found_inf = (~torch.isfinite(norm)).to(torch.float32)  # the kernels look; the host need not wait
-        return True
-
-    def _report_skipped(self) -> bool:
-        """Warn if the last norm made the step be skipped; return whether all was well. May wait for a GPU."""
-        norm, self._unreported_norm = self._unreported_norm, None
-        if norm is None or bool(torch.isfinite(norm)):
-            return True
-        text = f"zero_shard skipped a step on all ranks: the gradient norm is {norm.item()}"
-        warnings.warn(text, stacklevel=_depth_of_caller())
-        return False
-
-    def _update(self) -> None:
-        flags = self._reducer.active_flags()
-        if self.config.check == "every_step":
-            self._compare_flags(flags)
-        reducer = self._reducer
-        updated = self._tables.begin_step(flags, reducer.slots, self.param_groups, self._found_inf)
-        is_updated = updated.numpy()
-        calls, changed = [], []  # all of Python first: the kernels drive it out of the caches
-        for bucket in reducer.buckets:
-            flags_here = is_updated[bucket.slots.start : bucket.slots.stop]
-            if flags_here.any():
-                calls.append((bucket, self._arguments(bucket)))
-                changed.append(bucket.params if flags_here.all() else list(compress(bucket.params, flags_here)))
-        for bucket, arguments in calls:
-            self._kernels.adamw_(*arguments)
-            self._stage.publish(bucket)
-        self._stage.finish_publishing()
-        with torch._C.DisableTorchFunctionSubclass():
-            for params in changed:
-                torch.autograd.graph.increment_version(params)
-        for (bucket, _), params in zip(calls, changed, strict=True):
-            note_weights(bucket, len(params))
-        self._expose_state(updated)
-
-    def _arguments(self, bucket: Bucket) -> tuple[Any, ...]:
-        """Return what ``adamw_`` takes to update a bucket."""
-        bucket.allocate_state()
-        if bucket.max_exp_avg_sq is None and any(group["amsgrad"] for group in self.param_groups):
-            bucket.allocate_max_exp_avg_sq()
-            self._is_exposed.zero_()
-        scale, found_inf = self._clip_coefficient, self._found_inf
-        return (
-            bucket.shard,
-            bucket.low,
-            *self._reducer.gradient_of(bucket),
-            bucket.exp_avg,
-            bucket.exp_avg_sq,
-            bucket.max_exp_avg_sq,
-            bucket.exp_avg_scale,
-            bucket.exp_avg_sq_scale,
-            bucket.segment_table,
-            *self._tables.on(bucket.device),
-            None if scale is None else scale.to(device=bucket.device, dtype=bucket.math_dtype),
-            None if found_inf is None else found_inf.to(bucket.device),
-            bucket.storage.is_stochastic,
-        )
-
-    def _compare_flags(self, flags: Tensor) -> None:
-        lowest = self._communicator.agree(flags.clone(), "min", "the check of every step")
-        highest = self._communicator.agree(flags.clone(), "max", "the check of every step")
-        differing = (lowest != highest).nonzero().flatten().tolist()
-        if differing:
-            names = ", ".join(self._reducer.slots[index].name for index in differing[:4])
-            raise RuntimeError(
-                f"ranks differ in which parameters have a gradient: {names}. Clear gradients on all ranks alike"
-            )
+        groups = self.param_groups
+        norm = self._clip.global_norm(groups) if max_norm is None else self._clip.fold(groups, max_norm)
+        return self._skip.allows(norm) if is_skipping else True
 
     # ---- torch.distributed.algorithms.Join -----------------------------------------------------------------
 
@@ -502,7 +332,7 @@ class AdamW(torch.optim.AdamW):
     @property
     def join_device(self) -> torch.device:
         """Where `Join` counts ranks."""
-        return torch.device(_HOST)
+        return torch.device("cpu")
 
     @property
     def join_process_group(self) -> ProcessGroup | None:
@@ -510,16 +340,6 @@ class AdamW(torch.optim.AdamW):
         return self._communicator.control
 
     # ---- state ---------------------------------------------------------------------------------------------
-
-    def _expose_state(self, has_state: Tensor) -> None:
-        """Let ``self.state`` show the step count and the own part of the moments (aliases) of these slots."""
-        for index in (has_state > self._is_exposed).nonzero().flatten().tolist():
-            self.state[self._reducer.slots[index].param] = self._state_entry(index)
-            self._is_exposed[index] = 1
-
-    def _state_entry(self, index: int) -> dict[str, Tensor]:
-        slot = self._reducer.slots[index]
-        return {"step": self._tables.steps[index], **slot.bucket.state_entry(slot.position)}
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's part of the state; never communicates.
@@ -530,23 +350,11 @@ class AdamW(torch.optim.AdamW):
         """
         for hook in self._optimizer_state_dict_pre_hooks.values():
             hook(self)
-        state_dict = self._pack_state()
+        state_dict = pack_state(self.state, self._reducer.slots, self.param_groups, self._communicator)
         for after in self._optimizer_state_dict_post_hooks.values():
             changed = after(self, state_dict)
             state_dict = state_dict if changed is None else changed
         return state_dict
-
-    def _pack_state(self) -> dict[str, Any]:
-        slots, numbers = self._reducer.slots, number_params(self.param_groups)
-        state: dict[Any, Any] = {
-            numbers.get(id(key)) if isinstance(key, Tensor) else key: entry for key, entry in self.state.items()
-        }
-        state.pop(None, None)  # of parameters that have left their group
-        for number, low in low_parts(slots, self.param_groups).items():
-            if number in state:
-                state[number] = {**state[number], "low": low}
-        layout = layout_entry(slots, self.param_groups, self._communicator)
-        return {"state": state, "param_groups": pack_groups(self.param_groups), LAYOUT_KEY: layout}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -564,17 +372,11 @@ class AdamW(torch.optim.AdamW):
         loaded = check_state_dict(state_dict, self._reducer.slots, self.param_groups)
         check_amsgrad(state_dict["param_groups"], self.config.state_dtype)
         with torch.inference_mode(False):
-            self._load_groups(state_dict["param_groups"])
+            self.held.load_groups(state_dict["param_groups"])
             copy_state(loaded, self._reducer.slots, self._tables.steps)
-            self._expose_state(self._tables.steps.cpu() > 0)
+            self.held.show_counted()
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
-
-    def _load_groups(self, saved: Groups) -> None:
-        """Take over the settings of saved groups; ``self.state`` shows nothing afterwards."""
-        groups = unpack_groups(saved, self.param_groups)
-        self.__setstate__({"state": defaultdict(dict), "param_groups": groups})  # type: ignore[no-untyped-call]
-        self._is_exposed.zero_()
 
     @torch.no_grad()
     def full_state_dict(self) -> dict[str, Any]:
@@ -592,38 +394,6 @@ class AdamW(torch.optim.AdamW):
 
     def usage(self) -> Usage:
         """Return this rank's bytes: model state promised and held now, sent at the least and sent in the last step."""
-        buckets = self._reducer.buckets
-        ranks = self._communicator
-        return Usage(
-            promised_nbytes(buckets, self.config, ranks.num_ranks),
-            sum(bucket.held_nbytes() for bucket in buckets) + self._reducer.held_nbytes() + self._tables.steps.nbytes,
-            floor_sent_nbytes(buckets, self.config, ranks.num_ranks),
-            self._sent_in_step,
-        )
-
-
-def _calling(method: weakref.WeakMethod[Callable[..., None]]) -> Callable[..., None]:
-    def call(*args: Any) -> None:
-        alive = method()
-        if alive is not None:
-            alive(*args)
-
-    return call
-
-
-def _depth_of_caller() -> int:
-    """Return how many frames up from the calling function the first one outside of this package and torch is."""
-    depth, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in ("zero_shard", "torch"):
-        depth, frame = depth + 1, frame.f_back
-    return depth
-
-
-def _leave(lists: Sequence[list[Any]], slots: Sequence[GradSlot]) -> None:
-    """Make the parameters of a deleted optimizer ordinary ones again."""
-    for handles in lists:
-        for handle in handles:
-            handle.remove()
-    for slot in slots:
-        if isinstance(slot.param.grad, ShardedGrad) and slot.param.grad is slot.handed:
-            slot.param.grad = slot.handed = None
+        beside_nbytes = self._reducer.held_nbytes() + self._tables.steps.nbytes
+        num_ranks = self._communicator.num_ranks
+        return usage_of(self._reducer.buckets, self.config, num_ranks, beside_nbytes, self._sent_in_step)

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from zero_shard.collectives import Communicator
+from zero_shard.config import ZeroConfig
 
 
 def build_on_all_ranks(communicator: Communicator, build: Callable[[], dict[str, str]]) -> None:
@@ -36,6 +37,26 @@ def _raise_difference(facts_of: Sequence[dict[str, str]]) -> None:
             shown = "; ".join(f"rank {rank}: {value}" for rank, value in enumerate(values[:8]))
             raise ValueError(f"ranks differ in {name}: {shown}. All ranks must build the same model, groups and config")
     raise ValueError("ranks differ in the order of their parameters. All ranks must build the same model")
+
+
+def facts_of(
+    config: ZeroConfig, named_params: Sequence[tuple[str, nn.Parameter]], groups: Sequence[dict[str, Any]]
+) -> dict[str, str]:
+    """Return by name what must be equal on all ranks that build an optimizer."""
+    facts = {"config.check": repr(config.check)}
+    if config.check == "off":
+        return facts
+    facts |= {f"config.{name}": repr(value) for name, value in vars(config).items()}
+    facts |= {f"parameter {name}": describe_param(param) for name, param in named_params}
+    facts |= {f"param_groups[{number}]": describe_group(group) for number, group in enumerate(groups)}
+    facts["the order of parameters"] = ", ".join(name for name, _ in named_params)
+    return facts
+
+
+def facts_of_group(group: dict[str, Any]) -> dict[str, str]:
+    """Return by name what must be equal on all ranks that add a parameter group."""
+    facts = {"the added group": describe_group(group)}
+    return facts | {f"parameter {number}": describe_param(param) for number, param in enumerate(group["params"])}
 
 
 def describe_param(param: nn.Parameter) -> str:

@@ -61,33 +61,33 @@ class ExponentialMovingAverage:
         self._averages: dict[Bucket, Tensor] = {}  # [n]
         if not callable(decay):
             _check_decay(decay)
-        optimizer._averages.add(self)
+        optimizer.held.averages.add(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ExponentialMovingAverage:
         """Return the same averages over a deep copy of the optimizer. Local."""
         copied = type(self)(copy.deepcopy(self.optimizer, memo), self.decay)
         memo[id(self)] = copied
         copied.num_updates = self.num_updates
-        twins = zip(self.optimizer._reducer.buckets, copied.optimizer._reducer.buckets, strict=True)
+        twins = zip(self.optimizer.held.buckets, copied.optimizer.held.buckets, strict=True)
         copied._averages = {twin: self._averages[b].clone() for b, twin in twins if b in self._averages}
         return copied
 
     @torch.no_grad()
     def begin_new(self) -> None:
         """Let parameters that a first step is about to train be averaged from their weights before it. Local."""
-        for bucket in self.optimizer._reducer.buckets if self.num_updates else ():
+        for bucket in self.optimizer.held.buckets if self.num_updates else ():
             if bucket not in self._averages and any(param.requires_grad for param in bucket.params):
                 self._add(bucket)
 
     @torch.no_grad()
     def update(self) -> None:
         """Take the present weights into the average; call it after ``optimizer.step()``. Local, one pass."""
-        self.optimizer.check_in_charge()
-        if self.optimizer._is_lent:
+        self.optimizer.held.check_in_charge()
+        if self.optimizer.held.is_lent:
             raise RuntimeError(f"update() would average the averages: {_WHILE_APPLIED}")
-        self.optimizer._reducer.take_back_replaced()
+        self.optimizer.held.take_back_replaced()
         decay = _check_decay(self.decay(self.num_updates) if callable(self.decay) else self.decay)
-        for bucket in self.optimizer._reducer.buckets:
+        for bucket in self.optimizer.held.buckets:
             average = self._averages.get(bucket)
             if average is not None:
                 for part, weights in _chunks(bucket, average):
@@ -115,32 +115,32 @@ class ExponentialMovingAverage:
         Raises:
             RuntimeError: There is no average yet, or (by ``optimizer.step()`` inside) training went on.
         """
-        self.optimizer.check_in_charge()
-        if self.optimizer._is_lent:
+        self.optimizer.held.check_in_charge()
+        if self.optimizer.held.is_lent:
             raise RuntimeError(f"applied() is active already: {_WHILE_APPLIED}")
         if self.num_updates == 0:
             raise RuntimeError("there is no average of the weights yet; call update() after a step first")
-        self.optimizer._reducer.take_back_replaced()
+        self.optimizer.held.take_back_replaced()
         saved = [_Saved(b, b.shard.clone(), None if b.low is None else b.low.clone()) for b in self._averages]
-        self.optimizer._is_lent = True
+        self.optimizer.held.is_lent = True
         try:
             self._publish([(bucket, *_stored(bucket, average)) for bucket, average in self._averages.items()])
             yield
         finally:
-            self.optimizer._is_lent = False
+            self.optimizer.held.is_lent = False
             self._publish(saved)
 
     @torch.no_grad()
     def _publish(self, weights: list[tuple[Bucket, Tensor, Tensor | None]] | list[_Saved]) -> None:
-        stage, params = self.optimizer._stage, []
-        stage.before_step()
+        held, params = self.optimizer.held, []
+        held.before_publishing()
         for bucket, shard, low in weights:
             bucket.shard.copy_(shard)
             if low is not None and bucket.low is not None:
                 bucket.low.copy_(low)
-            stage.publish(bucket)
+            held.publish(bucket)
             params += bucket.params
-        stage.finish_publishing()
+        held.finish_publishing()
         with torch._C.DisableTorchFunctionSubclass():
             torch.autograd.graph.increment_version(params)  # a graph across the change would have wrong gradients
         for bucket, *_ in weights:
@@ -160,7 +160,7 @@ class ExponentialMovingAverage:
     @torch.no_grad()
     def full_state_dict(self) -> dict[str, Any]:
         """Return whole averages by name on the CPU of rank 0, {} elsewhere. All ranks call; one bucket at a time."""
-        ranks = self.optimizer._communicator
+        ranks = self.optimizer.held.ranks
         averages: dict[str, Tensor] = {}
         for bucket, average in self._averages.items():
             full = average.new_empty(bucket.layout.numel)
@@ -180,11 +180,11 @@ class ExponentialMovingAverage:
             ValueError: A parameter is missing, unknown or has another shape or place. Nothing has been changed then.
             RuntimeError: The averages are applied.
         """
-        if self.optimizer._is_lent:
+        if self.optimizer.held.is_lent:
             raise RuntimeError(f"load_state_dict() would be undone: {_WHILE_APPLIED}")
         averages, layout = dict(state_dict["averages"]), state_dict.get(LAYOUT_KEY)
         loaded: list[tuple[Bucket, int, Tensor]] = []
-        buckets = self.optimizer._reducer.buckets
+        buckets = self.optimizer.held.buckets
         for bucket in buckets:
             for position, name in enumerate(bucket.names):
                 if name in averages:

@@ -167,21 +167,21 @@ def save(path: str | os.PathLike[str], module: nn.Module, optimizer: AdamW, **ex
     Raises:
         RuntimeError: Writing failed on some rank, on all ranks; what stood at ``path`` before is untouched.
     """
-    optimizer.check_in_charge()
-    target, ranks = Path(path), optimizer._communicator
-    optimizer._reducer.take_back_replaced()
+    held, target = optimizer.held, Path(path)
+    held.check_in_charge()
+    held.take_back_replaced()
     temporary = target.with_name(target.name + ".incomplete")
     entries: dict[str, Any] = dict(_sharded_entries(module, optimizer))
-    with optimizer._communicator.errors_on_all_ranks(f"saving {target}"):
-        if ranks.rank == 0:
+    with held.ranks.errors_on_all_ranks(f"saving {target}"):
+        if held.ranks.rank == 0:
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(parents=True)
             entries |= {f"model.{name}": tensor.detach() for name, tensor in _plain_tensors(module, optimizer)}
             torch.save(_facts(module, optimizer) | {"extra": extra}, temporary / _FACTS)
     with _quiet_alone(optimizer):
         dcp_save(entries, checkpoint_id=temporary, planner=_SavePlanner(), **_group(optimizer))
-    with optimizer._communicator.errors_on_all_ranks(f"saving {target}"):
-        if ranks.rank == 0:
+    with held.ranks.errors_on_all_ranks(f"saving {target}"):
+        if held.ranks.rank == 0:
             _replace(temporary, target)
 
 
@@ -194,9 +194,9 @@ def load(path: str | os.PathLike[str], module: nn.Module, optimizer: AdamW) -> d
         FileNotFoundError: No complete checkpoint of this name.
         ValueError: A tensor is missing or has another shape; nothing has been changed then.
     """
-    optimizer.check_in_charge()
-    source = Path(path)
-    with optimizer._communicator.errors_on_all_ranks(f"loading {source}"):
+    held, source = optimizer.held, Path(path)
+    held.check_in_charge()
+    with held.ranks.errors_on_all_ranks(f"loading {source}"):
         if not (source / _FACTS).is_file():
             raise FileNotFoundError(f"no complete checkpoint at {os.fspath(source)!r}")
         facts = torch.load(source / _FACTS, weights_only=True)
@@ -229,17 +229,17 @@ class _Target(NamedTuple):
 
 def _named_slots(module: nn.Module, optimizer: AdamW) -> Iterator[tuple[str, GradSlot]]:
     names = {param: name for name, param in plain_named_parameters(module)}
-    for slot in optimizer._reducer.slots:
+    for slot in optimizer.held.slots:
         if slot.param not in names:
             raise ValueError(f"{slot.name} is in the optimizer but not in the module; pass the module that owns it")
         yield names[slot.param], slot
 
 
 def _sharded_entries(module: nn.Module, optimizer: AdamW) -> Iterator[tuple[str, ShardedEntry]]:
-    steps = optimizer._tables.steps.tolist()
+    steps = optimizer.held.step_counts()
     for name, slot in _named_slots(module, optimizer):
         bucket, position = slot.bucket, slot.position
-        if optimizer._communicator.replicas.rank == 0:
+        if optimizer.held.ranks.replicas.rank == 0:
             if bucket.storage.is_split:
                 master = partial(master_part, bucket, position)
                 yield f"model.{name}", ShardedEntry(master, torch.float32, bucket, position)
@@ -258,7 +258,7 @@ def _sharded_entries(module: nn.Module, optimizer: AdamW) -> Iterator[tuple[str,
 
 def _plain_tensors(module: nn.Module, optimizer: AdamW) -> Iterator[tuple[str, Tensor]]:
     """Yield what lies in no bucket: frozen or foreign parameters, and the buffers of the state dict."""
-    bucketed = {id(slot.param) for slot in optimizer._reducer.slots}
+    bucketed = {id(slot.param) for slot in optimizer.held.slots}
     for name, param in plain_named_parameters(module):
         if id(param) not in bucketed:
             yield name, param
@@ -269,7 +269,7 @@ def _plain_tensors(module: nn.Module, optimizer: AdamW) -> Iterator[tuple[str, T
 
 
 def _facts(module: nn.Module, optimizer: AdamW) -> dict[str, Any]:
-    steps, plain = optimizer._tables.steps.tolist(), plain_names(module)
+    steps, plain = optimizer.held.step_counts(), plain_names(module)
     return {
         "param_groups": pack_groups(optimizer.param_groups),
         "group_names": _group_names(module, optimizer),
@@ -332,7 +332,7 @@ def _commit(
         key = plain_name(f"{name}._extra_state" if name else "_extra_state")
         if key in facts["extra_states"]:
             each.set_extra_state(facts["extra_states"][key])
-    optimizer._load_groups(facts["param_groups"])
+    optimizer.held.load_groups(facts["param_groups"])
     for bucket, shards, _, rests in targets:
         weights = shards.pop("shard")
         if shards:
@@ -358,11 +358,10 @@ def _commit(
                 live.zero_()
                 if bucket.is_coded(kind):
                     getattr(bucket, f"{kind}_scale").zero_()
-        optimizer._stage.publish(bucket)
-    optimizer._stage.finish_publishing()
+        optimizer.held.publish(bucket)
+    optimizer.held.finish_publishing()
     steps = [float(facts["steps"].get(name, 0.0)) for name, _ in _named_slots(module, optimizer)]
-    optimizer._tables.steps.copy_(torch.tensor(steps, dtype=torch.float32))
-    optimizer._expose_state(optimizer._tables.steps.cpu() > 0)
+    optimizer.held.set_step_counts(steps)
 
 
 def _replace(temporary: Path, target: Path) -> None:
@@ -379,11 +378,11 @@ def _replace(temporary: Path, target: Path) -> None:
 def _quiet_alone(optimizer: AdamW) -> Iterator[None]:
     """Silence DCP's remark that there is only one process, where that is so."""
     with warnings.catch_warnings():
-        if optimizer._communicator.num_ranks == 1:
+        if optimizer.held.ranks.num_ranks == 1:
             warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
         yield
 
 
 def _group(optimizer: AdamW) -> dict[str, Any]:
-    ranks = optimizer._communicator
+    ranks = optimizer.held.ranks
     return {"no_dist": True} if ranks.num_ranks == 1 else {"process_group": ranks.control}

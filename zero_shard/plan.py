@@ -30,6 +30,20 @@ class Usage(NamedTuple):
     sent_nbytes: int
 
 
+def usage_of(
+    buckets: Sequence[Bucket], config: ZeroConfig, num_ranks: int, beside_nbytes: int, sent_nbytes: int
+) -> Usage:
+    """Return what this rank holds and sends.
+
+    Args:
+        beside_nbytes: Model state held beside the buckets.
+        sent_nbytes: What the last step has sent.
+    """
+    held = sum(bucket.held_nbytes() for bucket in buckets) + beside_nbytes
+    floor = floor_sent_nbytes(buckets, config, num_ranks)
+    return Usage(promised_nbytes(buckets, config, num_ranks), held, floor, sent_nbytes)
+
+
 def promised_nbytes(buckets: Sequence[Bucket], config: ZeroConfig, num_ranks: int) -> int:
     """Return the bytes of model state per rank: 4 + 4 + 8/N, 4 + 12/N and 16/N per fp32 parameter at stages 1 to 3."""
     total = 0.0

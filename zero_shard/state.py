@@ -12,6 +12,7 @@ from torch import Tensor
 from zero_shard.block_codec import decode_blocks
 from zero_shard.buffers import SCALE_NAMES, STATE_NAMES, Bucket
 from zero_shard.collectives import Communicator
+from zero_shard.groups import Groups, number_params, pack_groups
 from zero_shard.masters import trust_next_weights
 from zero_shard.number_formats import split_remainder
 from zero_shard.ops import Kernels
@@ -19,8 +20,6 @@ from zero_shard.stages.slots import GradSlot
 
 LAYOUT_KEY = "zero_shard"
 _PART_NAMES = (*STATE_NAMES, "low")
-
-Groups = Sequence[dict[str, Any]]
 
 
 class LoadedState(NamedTuple):
@@ -51,6 +50,22 @@ def low_parts(slots: Sequence[GradSlot], groups: Groups) -> dict[int, Tensor]:
         for slot in slots
         if slot.bucket.low is not None and id(slot.param) in numbers
     }
+
+
+def pack_state(
+    state: Mapping[Any, Any], slots: Sequence[GradSlot], groups: Groups, communicator: Communicator
+) -> dict[str, Any]:
+    """Return the state dict of this rank's part: entries of ``state`` by number, groups, and which part it is."""
+    numbers = number_params(groups)
+    packed: dict[Any, Any] = {
+        numbers.get(id(key)) if isinstance(key, Tensor) else key: entry for key, entry in state.items()
+    }
+    packed.pop(None, None)  # of parameters that have left their group
+    for number, low in low_parts(slots, groups).items():
+        if number in packed:
+            packed[number] = {**packed[number], "low": low}
+    layout = layout_entry(slots, groups, communicator)
+    return {"state": packed, "param_groups": pack_groups(groups), LAYOUT_KEY: layout}
 
 
 def check_state_dict(state_dict: dict[str, Any], slots: Sequence[GradSlot], groups: Groups) -> list[LoadedState]:

@@ -1,0 +1,156 @@
+"""What an optimizer holds on this rank, for all that reads and writes it: checkpoints, averages, state dicts.
+
+checkpoint, averaging     ->  optimizer.held  ->  slots, buckets, step counts; publish
+optimizer.state[param]    ->  {"step": 0-dim alias, "exp_avg": alias of the own part, ...}
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zero_shard.buffers import Bucket
+from zero_shard.collectives import Communicator
+from zero_shard.groups import Groups, unpack_groups
+from zero_shard.stages.base import Layer
+from zero_shard.stages.reduction import Reducer
+from zero_shard.stages.slots import GradSlot
+from zero_shard.state import clear_state
+from zero_shard.tables import SlotTables
+from zero_shard.tenure import Tenure
+
+
+class HeldState:
+    """The state that an optimizer holds on this rank, as ``optimizer.held``: the way in for checkpoints and averages.
+
+    To read: `check_in_charge` and `take_back_replaced`, then the ranges of the buckets (`Bucket.shard`, ``low``, the
+    moments) and `step_counts`. To write: `load_groups` if the settings change, too; write the ranges; `publish` every
+    bucket written, `finish_publishing`, and `set_step_counts`, which makes ``optimizer.state`` show what is there. All
+    ranks do so in the same order; only ``publish`` communicates.
+
+    Attributes:
+        ranks: Who trains together: ``rank``, ``num_ranks``, ``shards``, ``replicas``, ``control``, ``all_gather_``,
+            ``errors_on_all_ranks``.
+        averages: Every ExponentialMovingAverage of the optimizer, weakly.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        ranks: Communicator,
+        stage: Layer,
+        reducer: Reducer,
+        tables: SlotTables,
+        tenure: Tenure,
+    ) -> None:
+        self.ranks = ranks
+        self.averages: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._optimizer = weakref.ref(optimizer)  # weak: an optimizer that is deleted goes at once
+        self._stage, self._reducer, self._tables, self._tenure = stage, reducer, tables, tenure
+        self._is_shown = torch.zeros(0, dtype=torch.uint8)  # [P]: `optimizer.state` shows the slot's state
+
+    # ---- to read -------------------------------------------------------------------------------------------
+
+    @property
+    def slots(self) -> Sequence[GradSlot]:
+        """Every parameter with a place, in the order of the buckets: ``slot.bucket``, ``slot.position``."""
+        return self._reducer.slots
+
+    @property
+    def buckets(self) -> Sequence[Bucket]:
+        """Every bucket, equal in number and order on all ranks."""
+        return self._reducer.buckets
+
+    def step_counts(self) -> list[float]:
+        """Return how often each slot has been updated; it has no state before the first time. May wait for a GPU."""
+        counts: list[float] = self._tables.steps.tolist()
+        return counts
+
+    def check_in_charge(self) -> None:
+        """Raise RuntimeError if a later optimizer has taken a parameter over. Local."""
+        self._tenure.check_in_charge()
+
+    def take_back_replaced(self) -> None:
+        """Move parameters whose data the user has replaced back into their buckets, and notice edits. Local."""
+        self._reducer.take_back_replaced()
+
+    # ---- to write ------------------------------------------------------------------------------------------
+
+    @property
+    def is_lent(self) -> bool:
+        """Whether the parameters hold other numbers for a while (averages), which no step may train."""
+        return self._tenure.is_lent
+
+    @is_lent.setter
+    def is_lent(self, value: bool) -> None:
+        self._tenure.is_lent = value
+
+    def load_groups(self, saved: Groups) -> None:
+        """Take over the settings of packed groups; ``optimizer.state`` shows nothing afterwards. Local."""
+        optimizer = self._present_optimizer()
+        groups = unpack_groups(saved, optimizer.param_groups)
+        optimizer.__setstate__({"state": defaultdict(dict), "param_groups": groups})
+        self.show_anew()
+
+    def before_publishing(self) -> None:
+        """Free what is gathered at stage 3, as before a step: needed if a forward may have run since. Local."""
+        self._stage.before_step()
+
+    def publish(self, bucket: Bucket) -> None:
+        """Start to make the own shard visible in the parameters. All ranks call, in the order of the buckets."""
+        self._stage.publish(bucket)
+
+    def finish_publishing(self) -> None:
+        """Block until every publish is done; parameters may be read again."""
+        self._stage.finish_publishing()
+
+    def set_step_counts(self, counts: Sequence[float]) -> None:
+        """Say how often each slot has been updated; ``optimizer.state`` shows those with a count above 0. Local."""
+        self._tables.steps.copy_(torch.tensor(counts, dtype=torch.float32))
+        self.show_counted()
+
+    # ---- what `optimizer.state` shows ----------------------------------------------------------------------
+
+    def make_room(self) -> None:
+        """Show the state of all slots, of which there are more than before. Local."""
+        self._is_shown = torch.zeros(len(self.slots), dtype=torch.uint8)
+        self.show_counted()
+
+    def show(self, has_state: Tensor) -> None:
+        """Let ``optimizer.state`` show the step count and the own part of the moments (aliases) of these slots [P]."""
+        for index in (has_state > self._is_shown).nonzero().flatten().tolist():
+            slot = self._reducer.slots[index]
+            entry = {"step": self._tables.steps[index], **slot.bucket.state_entry(slot.position)}
+            self._present_optimizer().state[slot.param] = entry
+            self._is_shown[index] = 1
+
+    def show_counted(self) -> None:
+        """Show the state of every slot that has been updated."""
+        self.show(self._tables.steps.cpu() > 0)
+
+    def show_anew(self) -> None:
+        """Have the next `show` make new entries: there are other tensors to be shown."""
+        self._is_shown.zero_()
+
+    def forget_cleared(self) -> None:
+        """Start anew where the user has removed a parameter's entry from ``optimizer.state``. Local."""
+        state = self._present_optimizer().state
+        if len(state) >= int(self._is_shown.sum()):
+            return
+        for index in self._is_shown.nonzero().flatten().tolist():
+            slot = self._reducer.slots[index]
+            if slot.param not in state:
+                clear_state(slot)
+                self._tables.steps[index] = 0
+                self._is_shown[index] = 0
+
+    def _present_optimizer(self) -> torch.optim.Optimizer:
+        optimizer = self._optimizer()
+        if optimizer is None:
+            raise RuntimeError("the optimizer that held this state has been deleted; keep it as long as its state")
+        return optimizer
