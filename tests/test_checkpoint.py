@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import zero_shard
-from zero_shard.checkpoint import rectangles
+from zero_shard.checkpoint.rectangles import rectangles
 
 Full = tuple[dict[str, Any], dict[str, Any]]
 

@@ -103,6 +103,16 @@ class ExponentialMovingAverage:
             part.copy_(weights)
         return average
 
+    # ---- checkpoints --------------------------------------------------------------------------------------
+
+    def shards(self) -> Iterator[tuple[Bucket, Tensor]]:
+        """Yield each bucket that is averaged, with the average of the own range [n]."""
+        yield from self._averages.items()
+
+    def room(self, bucket: Bucket) -> Tensor:
+        """Return where the average of a bucket's own range [n] is, from now on. Local."""
+        return self._averages[bucket] if bucket in self._averages else self._add(bucket)
+
     # ---- use -----------------------------------------------------------------------------------------------
 
     @contextmanager

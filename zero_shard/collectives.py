@@ -29,6 +29,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zero_shard.roll_call import RollCall
+
 ProcessGroup = dist.ProcessGroup
 
 # Called with a label before each collective; tests set it to inject delays.
@@ -41,6 +43,8 @@ _NUM_TAG_SPACES = 256
 _num_built: weakref.WeakKeyDictionary[ProcessGroup, int] = weakref.WeakKeyDictionary()
 _sub_groups: weakref.WeakKeyDictionary[ProcessGroup, dict[tuple[int, ...], ProcessGroup]] = weakref.WeakKeyDictionary()
 _control_groups: weakref.WeakKeyDictionary[ProcessGroup, ProcessGroup] = weakref.WeakKeyDictionary()
+_background_groups: weakref.WeakKeyDictionary[ProcessGroup, ProcessGroup] = weakref.WeakKeyDictionary()
+_ROLL_CALL_SHARE = 0.75  # of the time after which collectives give up
 
 
 class Pending:
@@ -133,8 +137,48 @@ class Communicator:
         self.replicas = Hop(None, 0, 1)
         self.sent_nbytes = 0
         self.number = self._next_number()
+        self._num_background = 0
         self._native_devices = {device for device, backend in _backends(process_group).items() if backend == "nccl"}
         self.control = _control_group(process_group)
+
+    @classmethod
+    def alone(cls) -> Communicator:
+        """Return the communicator of a process that needs no other."""
+        alone = cls.__new__(cls)
+        alone.group = alone.control = None
+        alone.rank, alone.num_ranks, alone.number, alone.sent_nbytes = 0, 1, 0, 0
+        alone.shards = alone.replicas = Hop(None, 0, 1)
+        return alone
+
+    @cached_property
+    def _roll_call(self) -> RollCall:
+        return self._new_roll_call("roll call")
+
+    def _new_roll_call(self, name: str) -> RollCall:
+        get_store = getattr(self.control, "get_group_store", None)
+        store = get_store() if get_store is not None and self.num_ranks > 1 else None
+        return RollCall(store, self.rank, self.num_ranks, f"zero_shard/{name} {self.number}")
+
+    def roll_call(self, label: str) -> None:
+        """Return when every rank has come here. All ranks call.
+
+        Raises:
+            RuntimeError: Some rank has not come in time, by number: well before the collectives give up.
+        """
+        if self.control is not None:
+            self._roll_call.take(label, _ROLL_CALL_SHARE * _timeout_of(self.control).total_seconds())
+
+    def in_background(self) -> Communicator:
+        """Return what another thread may use for agreements, meanwhile. All ranks call; the first time blocks."""
+        copied = copy.copy(self)
+        vars(copied).pop("_roll_call", None)
+        if self.group is not None and self.num_ranks > 1:
+            if self.group not in _background_groups:
+                _background_groups[self.group] = _gloo_group(self.group)
+            copied.control = _background_groups[self.group]
+            self._num_background += 1
+            vars(copied)["_roll_call"] = copied._new_roll_call(f"background {self._num_background}")
+        return copied
 
     def split(self, num_shards: int) -> None:
         """Form shard groups of ``num_shards`` neighbours and replica groups across them. All ranks call."""
@@ -174,6 +218,7 @@ class Communicator:
         self.number = int(self.agree(torch.tensor([self.number]), "max", "the number of the optimizer").item())
         if self.group is not None:
             _num_built[self.group] = max(_num_built[self.group], self.number + 1)
+        vars(self).pop("_roll_call", None)
         self._first_tag = _TAG_BASE + self.number % _NUM_TAG_SPACES * _TAGS_PER_OPTIMIZER
 
     @cached_property
@@ -268,8 +313,20 @@ class Communicator:
         try:
             dist.all_gather_object(values, value, group=self.control)
         except RuntimeError as error:
-            raise _peer_missing(label, error) from error
+            raise _peer_missing(label, error, self._roll_call.describe_missing()) from error
         return values
+
+    def gather_to_first(self, value: Any, label: str) -> list[Any]:
+        """Return the ``value`` of every rank, in rank order, on rank 0, [] elsewhere; blocks. All ranks call."""
+        if self.num_ranks == 1:
+            return [value]
+        _announce(label)
+        values: list[Any] | None = [None] * self.num_ranks if self.rank == 0 else None
+        try:
+            dist.gather_object(value, values, group=self.control, group_dst=0)
+        except RuntimeError as error:
+            raise _peer_missing(label, error, self._roll_call.describe_missing()) from error
+        return values or []
 
     @contextmanager
     def errors_on_all_ranks(self, label: str) -> Iterator[None]:
@@ -338,13 +395,19 @@ def _control_group(group: ProcessGroup | None) -> ProcessGroup | None:
     if group is None or _backends(group).get("cpu") == "gloo":
         return group
     if group not in _control_groups:
-        _control_groups[group] = dist.new_group(
-            dist.get_process_group_ranks(group),
-            timeout=_timeout_of(group),
-            backend="gloo",
-            use_local_synchronization=True,
-        )
+        _control_groups[group] = _gloo_group(group)
     return _control_groups[group]
+
+
+def _gloo_group(group: ProcessGroup) -> ProcessGroup:
+    """Return a new group of the same ranks whose CPU tensors go over gloo."""
+    made: ProcessGroup = dist.new_group(
+        dist.get_process_group_ranks(group),
+        timeout=_timeout_of(group),
+        backend="gloo",
+        use_local_synchronization=True,
+    )
+    return made
 
 
 def _announce(label: str) -> None:
@@ -359,9 +422,10 @@ def _start(label: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> A
         raise _peer_missing(label, error) from error
 
 
-def _peer_missing(label: str, error: Exception) -> RuntimeError:
+def _peer_missing(label: str, error: Exception, missing: str = "") -> RuntimeError:
+    lines = str(error).strip().splitlines() or [repr(error)]
     return RuntimeError(
-        f"zero_shard: rank {dist.get_rank() if dist.is_initialized() else 0} was waiting for {label}, but a peer "
-        f"failed or did not take part ({str(error).strip().splitlines()[0] if str(error).strip() else error!r}). "
+        f"zero_shard: rank {default_rank()} was waiting for {label}, but {f'{missing}; ' if missing else ''}a peer "
+        f"failed or did not take part ({lines[0]}). "
         "Look at the first error on the other ranks: all ranks must run the same backward, step, save and gather calls."
     )

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from zero_shard.buffers import Bucket
 from zero_shard.collectives import Communicator
@@ -23,6 +24,15 @@ from zero_shard.stages.slots import GradSlot
 from zero_shard.state import clear_state
 from zero_shard.tables import SlotTables
 from zero_shard.tenure import Tenure
+
+_held: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # parameter -> HeldState, weakly
+
+
+def held_of(param: nn.Parameter) -> HeldState | None:
+    """Return the held state of the optimizer that is in charge of a parameter, None if there is none."""
+    reference = _held.get(param)
+    held: HeldState | None = None if reference is None else reference()
+    return held
 
 
 class HeldState:
@@ -118,6 +128,8 @@ class HeldState:
 
     def make_room(self) -> None:
         """Show the state of all slots, of which there are more than before. Local."""
+        for slot in self.slots:
+            _held[slot.param] = weakref.ref(self)
         self._is_shown = torch.zeros(len(self.slots), dtype=torch.uint8)
         self.show_counted()
 
