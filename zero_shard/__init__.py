@@ -2,7 +2,7 @@
 
 from zero_shard.adamw import AdamW
 from zero_shard.averaging import ExponentialMovingAverage
-from zero_shard.checkpoint import load, save
+from zero_shard.checkpoint import PendingSave, async_save, latest_checkpoint, load, save
 from zero_shard.config import ZeroConfig
 from zero_shard.gathering import full_state_dict, gathered
 from zero_shard.plan import Usage
@@ -11,11 +11,14 @@ from zero_shard.sharded_grad import ShardedGrad
 __all__ = [
     "AdamW",
     "ExponentialMovingAverage",
+    "PendingSave",
     "ShardedGrad",
     "Usage",
     "ZeroConfig",
+    "async_save",
     "full_state_dict",
     "gathered",
+    "latest_checkpoint",
     "load",
     "save",
 ]

@@ -6,8 +6,9 @@
 docs/checkpoint-format.md is the specification.
 """
 
-from zero_shard.checkpoint.directory import latest
+from zero_shard.checkpoint.background import PendingSave, async_save
+from zero_shard.checkpoint.directory import latest_checkpoint
 from zero_shard.checkpoint.loading import load
 from zero_shard.checkpoint.saving import save
 
-__all__ = ["latest", "load", "save"]
+__all__ = ["PendingSave", "async_save", "latest_checkpoint", "load", "save"]

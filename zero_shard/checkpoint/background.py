@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import atexit
+import logging
 import os
 import threading
 import weakref
@@ -16,6 +16,8 @@ from zero_shard.adamw import AdamW
 from zero_shard.checkpoint.contents import Contents
 from zero_shard.checkpoint.saving import prepare, write
 from zero_shard.collectives import Communicator
+
+_LOG = logging.getLogger("zero_shard")
 
 
 class PendingSave:
@@ -33,6 +35,7 @@ class PendingSave:
             write(*self._job)
         except BaseException as error:  # for whoever waits
             self._error = error
+            _LOG.error("zero_shard: %s failed: %s", self._thread.name, error)
         self._job = None
 
     def done(self) -> bool:
@@ -109,10 +112,3 @@ def async_save(
             torch.cuda.current_stream().synchronize()
     staging.pending = PendingSave(contents, Path(os.path.realpath(path)), staging.ranks, keep)
     return staging.pending
-
-
-@atexit.register
-def _warn_unfinished() -> None:
-    for staging in list(_stagings.values()):
-        if staging.pending is not None and not staging.pending.done():
-            staging.pending.wait()

@@ -10,6 +10,7 @@ random.<rank>                          random number generators
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
@@ -31,6 +32,7 @@ from zero_shard.number_formats import join_masters
 
 FORMAT_KEY = "zero_shard.version"
 FORMAT_VERSION = 1
+_NAMES_OF_GROUP = ("params", "param_names")
 Copy = Callable[[Any, Tensor], Tensor]  # (key, tensor) -> what is written: the tensor itself, or a copy of it
 
 
@@ -134,7 +136,7 @@ class _Stored:
         if name not in self._tensors:
             own = self._bucket.part_range
             flat = getattr(self._bucket, name)[_blocks(own) if name in SCALE_NAMES else own]
-            self._tensors[name] = self._copy((self._bucket, name), flat)
+            self._tensors[name] = self._copy((id(self._bucket), name), flat)
         return self._tensors[name]
 
 
@@ -162,17 +164,16 @@ class _Collector:
             "random": {str(self._ranks.rank): Value(random_states())},
         }
         averages = {key: each for key, each in extra.items() if isinstance(each, ExponentialMovingAverage)}
-        tree["averages"] = {key: self._averages(average) for key, average in averages.items()}
+        tree["averages"] = {key: self._averages(key, average) for key, average in averages.items()}
         if self._ranks.rank == 0:
-            tree["model"] |= {name: Value(value) for name, value in names.extra_states.items()}
+            tree["model"] |= {name: _safe(name, value) for name, value in names.extra_states.items()}
             tree["optim"]["param_groups"] = [
-                {key: Value(value) for key, value in group.items() if key not in ("params", "param_names")}
+                {key: _safe(f"option {key!r} of a group", group[key]) for key in group if key not in _NAMES_OF_GROUP}
                 | {"params": Value(of_group)}
                 for group, of_group in zip(self._optimizer.param_groups, group_names, strict=True)
             ]
-            tree["extra"] = {key: Value(_state_of(each)) for key, each in extra.items()}
+            tree["extra"] = {key: _safe(key, _state_of(each)) for key, each in extra.items()}
             tree["zero_shard"] = {"version": Value(FORMAT_VERSION)}
-            _check_safe(tree)
         aliases = {f"model.{other}": f"model.{first}" for other, first in names.first_of_tied().items()}
         return Contents({key: each for key, each in tree.items() if each}, group_names, aliases)
 
@@ -188,7 +189,7 @@ class _Collector:
         foreign = [param for param in self._names.of_param if param not in {slot.param: None for slot in self._slots}]
         for number, param in enumerate(foreign):
             if number % self._ranks.num_ranks == self._ranks.rank:
-                weights[self._names.first(param)] = self._copy(param, param.detach())
+                weights[self._names.first(param)] = self._copy(self._names.first(param), param.detach())
         if self._ranks.rank == 0:
             weights |= {name: self._copy(name, each.detach()) for name, each in self._names.others.items()}
         return weights
@@ -208,10 +209,10 @@ class _Collector:
                 entry["step"] = torch.tensor(steps[slot.index], dtype=torch.float32)
         return {name: entry for name, entry in state.items() if entry}
 
-    def _averages(self, average: ExponentialMovingAverage) -> dict[str, Any]:
+    def _averages(self, key: str, average: ExponentialMovingAverage) -> dict[str, Any]:
         found: dict[str, Any] = {}
         for bucket, flat in average.shards():
-            own = self._copy((bucket, average), flat[bucket.part_range])
+            own = self._copy((id(bucket), key), flat[bucket.part_range])
             for segment in bucket.part_segments:
                 part = own[segment.shard_start : segment.shard_start + segment.numel]
                 name = self._names.first(bucket.params[segment.slot])
@@ -246,20 +247,19 @@ def _state_of(value: Any) -> Any:
     return value.state_dict() if is_stateful(value) else value
 
 
-def _check_safe(tree: Mapping[str, Any], path: str = "") -> None:
-    """Raise TypeError for a value that could not be read back without running code."""
-    for key, each in tree.items():
-        where = f"{path}.{key}" if path else str(key)
-        if isinstance(each, Value):
-            try:
-                torch.load(each.encode(), weights_only=True)
-            except Exception as error:
-                reason = str(error).strip().splitlines()[0]
-                raise TypeError(
-                    f"{where} can't be saved: {type(each.value).__name__} does not load with weights_only=True "
-                    f"({reason}); pass numbers, strings, tensors and containers of them, or an object with state_dict()"
-                ) from error
-        elif isinstance(each, Mapping):
-            _check_safe(each, where)
-        elif isinstance(each, list):
-            _check_safe(dict(enumerate(each)), where)  # type: ignore[arg-type]
+def _safe(key: str, value: Any) -> Value:
+    """Return a value that can be read back without running code.
+
+    Raises:
+        TypeError: It can't.
+    """
+    try:
+        made = Value(value)
+        torch.load(io.BytesIO(made.content), weights_only=True)
+    except Exception as error:  # pickling calls code of the user's
+        reason = str(error).strip().splitlines()[0]
+        raise TypeError(
+            f"{key} can't be saved: {type(value).__name__} does not load with weights_only=True ({reason}); pass "
+            "numbers, strings, tensors and containers of them, or an object with state_dict()"
+        ) from error
+    return made

@@ -186,7 +186,7 @@ class Directory:
         return dict(manifest)
 
 
-def latest(directory: str | os.PathLike[str]) -> Path | None:
+def latest_checkpoint(directory: str | os.PathLike[str]) -> Path | None:
     """Return the complete checkpoint in a directory that was written last, None if there is none. Local.
 
     What a crash has left, and what lacks a file or bytes of one, is passed over. With several ranks, pass the directory

@@ -17,7 +17,7 @@ from zero_shard.adamw import AdamW
 from zero_shard.averaging import ExponentialMovingAverage
 from zero_shard.buffers import STATE_NAMES
 from zero_shard.checkpoint.contents import Names, holders, is_stateful
-from zero_shard.checkpoint.directory import MANIFEST, Directory, latest
+from zero_shard.checkpoint.directory import MANIFEST, Directory, latest_checkpoint
 from zero_shard.checkpoint.index import Index
 from zero_shard.checkpoint.parts import LoadPlanner, Sink
 from zero_shard.checkpoint.random_states import set_random_states
@@ -99,7 +99,7 @@ def _chosen(path: Path) -> Path:
     try:
         Directory(path).close()
     except FileNotFoundError:
-        found = latest(path)
+        found = latest_checkpoint(path)
         if found is None:
             raise
         return Path(os.path.realpath(found))
@@ -180,7 +180,9 @@ class _Job:
         known = {name for of_param in names.of_param.values() for name in of_param} | names.others.keys()
         for name in self._index.weights:
             if name not in known and name.rpartition(".")[2] != "_extra_state":
-                raise ValueError(f"the checkpoint has model.{name}, which the model does not have; it is of another model")
+                raise ValueError(
+                    f"the checkpoint has model.{name}, which the model does not have; it is of another model"
+                )
 
     def _check_target(self, name: str, target: Any) -> None:
         if name not in self._extras:

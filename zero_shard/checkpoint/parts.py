@@ -129,20 +129,17 @@ class Sink(Part):
 
 
 class Value:
-    """Something that is no tensor and is written as one piece, whatever containers it consists of."""
+    """Something that is no tensor and is written as one piece, whatever containers it consists of, as it is now.
+
+    Attributes:
+        content: What ``torch.load(weights_only=True)`` reads; without tensors in the older of torch's formats, which
+            has a tenth of the size.
+    """
 
     def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def encode(self) -> io.BytesIO:
-        """Return what ``torch.load(weights_only=True)`` reads.
-
-        Without tensors in the older of torch's formats, which has a tenth of the size.
-        """
         stream = io.BytesIO()
-        torch.save(self.value, stream, _use_new_zipfile_serialization=_has_tensor(self.value))
-        stream.seek(0)
-        return stream
+        torch.save(value, stream, _use_new_zipfile_serialization=_has_tensor(value))
+        self.content = stream.getvalue()
 
 
 def _has_tensor(value: Any) -> bool:
@@ -160,7 +157,7 @@ class SavePlanner(DefaultSavePlanner):
         if isinstance(found, Source):
             return found.tensor(write_item.index)
         if isinstance(found, Value):
-            return found.encode()
+            return io.BytesIO(found.content)
         data: Tensor | io.BytesIO = super().resolve_data(write_item)
         return data
 

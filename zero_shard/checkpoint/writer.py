@@ -150,11 +150,11 @@ class Writer(StorageWriter):
         data = planner.resolve_data(item)
         if isinstance(data, Tensor) and data.numel() > 1:
             offset = file.tell()
-            torch.save(_alone(data), cast(BinaryIO, file))
+            _save_alone(data, cast(BinaryIO, file))
             return offset, file.tell() - offset
         if isinstance(data, Tensor):
             stream = io.BytesIO()
-            torch.save(_alone(data), stream)
+            _save_alone(data, stream)
             data = stream
         content = data.getvalue()
         if content not in known:
@@ -200,12 +200,11 @@ class Writer(StorageWriter):
                     places[MetadataIndex(alias)] = places[MetadataIndex(key)]
 
 
-def _alone(tensor: Tensor) -> Tensor:
-    """Return a tensor on the CPU in row-major order whose storage holds nothing else; an alias where that goes."""
+def _save_alone(tensor: Tensor, file: BinaryIO) -> None:
+    """Save a tensor in row-major order, without the rest of the storage that it may be a view of."""
     tensor = tensor.detach().cpu().contiguous()
     if tensor.untyped_storage().nbytes() == tensor.nbytes:
-        return tensor
-    memory = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
-    alias = torch.frombuffer(memory, dtype=torch.uint8).view(tensor.dtype).view(tensor.shape)
-    alias._memory_of = tensor  # type: ignore[attr-defined]
-    return alias
+        torch.save(tensor, file)
+        return
+    memory = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())  # alive as long as the tensor
+    torch.save(torch.frombuffer(memory, dtype=torch.uint8).view(tensor.dtype).view(tensor.shape), file)
