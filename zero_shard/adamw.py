@@ -394,6 +394,6 @@ class AdamW(torch.optim.AdamW):
 
     def usage(self) -> Usage:
         """Return this rank's bytes: model state promised and held now, sent at the least and sent in the last step."""
-        beside_nbytes = self._reducer.held_nbytes() + self._tables.steps.nbytes
+        beside_nbytes = self._reducer.gradients.held_nbytes() + self._tables.steps.nbytes
         num_ranks = self._communicator.num_ranks
         return usage_of(self._reducer.buckets, self.config, num_ranks, beside_nbytes, self._sent_in_step)

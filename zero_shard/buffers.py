@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -28,6 +27,7 @@ from zero_shard.layout import (
     lay_out,
 )
 from zero_shard.number_formats import split_masters_
+from zero_shard.seen_weights import SeenWeights
 
 STATE_NAMES = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 SCALE_NAMES = ("exp_avg_scale", "exp_avg_sq_scale")
@@ -64,27 +64,6 @@ class Storage(NamedTuple):
     def is_split(self) -> bool:
         """Whether float32 parameters live on as a 16-bit weight and ``low``, which is part of them from the start."""
         return self.param_dtype is not None and self.low_dtype is not None
-
-
-@dataclass
-class SeenWeights:
-    """The 16-bit weights that a bucket's ``low`` belongs to. See Note [Edited weights] in ``masters.py``.
-
-    Attributes:
-        versions: Of the parameters; None: those that are here at the next step are right.
-        num_steps: Since ``versions`` were read, each of which has added one to all of them.
-        edited: Positions of parameters that were edited since the last step.
-        watched: Those that were edited between the two steps before.
-        last_shard: [n], as the last step left it; None if nothing is watched, and at stage 3.
-        loaded_low: Position -> own part of ``low`` for a weight that is in ``full`` and not in ``shard`` (stage 3).
-    """
-
-    versions: list[int] | None = None
-    num_steps: int = 0
-    edited: set[int] = field(default_factory=set)
-    watched: set[int] = field(default_factory=set)
-    last_shard: Tensor | None = None
-    loaded_low: dict[int, Tensor] = field(default_factory=dict)
 
 
 class Bucket:

@@ -55,7 +55,7 @@ class Clip:
         coefficient, self.coefficient = self.coefficient, None
         if coefficient is None:
             return
-        self._reducer.scale_replaced(coefficient)
+        self._reducer.gradients.scale_replaced(coefficient)
         for bucket in self._reducer.buckets:
             if bucket.grad is not None:
                 bucket.grad.mul_(coefficient.to(bucket.grad))

@@ -40,7 +40,7 @@ class Update:
 
     def run(self, groups: Sequence[dict[str, Any]], factors: Factors) -> None:
         """Update the shards and make them visible. All ranks call; communicates."""
-        flags = self._reducer.active_flags()
+        flags = self._reducer.gradients.active_flags()
         if self._is_checked:
             _compare_flags(flags, self._reducer, self._held.ranks)
         updated = self._tables.begin_step(flags, self._reducer.slots, groups, factors.found_inf)

@@ -12,7 +12,8 @@ from zero_shard.collectives import Communicator
 from zero_shard.norms import global_norm, norm_of_square_sums, norms_of_parts, norms_of_sums
 from zero_shard.ops import Kernels
 from zero_shard.sharded_grad import ShardedGrad
-from zero_shard.stages.slots import GradSlot, PlainGradients
+from zero_shard.stages.plain_gradients import PlainGradients
+from zero_shard.stages.slots import GradSlot
 
 
 class GradientNorms:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
@@ -121,6 +121,14 @@ class _Hook:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         self._hooks.refuse_copy()
+
+
+def parts_of(module: nn.Module, hooked: Collection[nn.Module]) -> Iterator[nn.Module]:
+    """Yield a module and those below it that are not hooked themselves."""
+    yield module
+    for child in module.children():
+        if child not in hooked:
+            yield from parts_of(child, hooked)
 
 
 def watch_inputs(layer: HookedLayer, indices: Sequence[int], number: int, tensors: Sequence[Tensor]) -> list[Any]:

@@ -22,9 +22,8 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -38,6 +37,7 @@ from zero_shard.stages.hooks import (
     Call,
     ModuleHooks,
     is_in_graph_task,
+    parts_of,
     storage_of,
     tensors_in,
     watch_inputs,
@@ -46,12 +46,11 @@ from zero_shard.stages.hooks import (
     without_aliases,
 )
 from zero_shard.stages.reduction import Reducer
-from zero_shard.stages.released import register
+from zero_shard.stages.released import is_used_by, register
 from zero_shard.stages.schedule import Schedule
 from zero_shard.stages.unit import Unit, UnitState
 
 _PATIENCE_S = 0.25  # longer than ranks in step are apart, shorter than anybody minds on a path of its own
-_TORCH_MODULE_FILE = nn.Module._apply.__code__.co_filename
 
 
 class _Forward(NamedTuple):
@@ -114,7 +113,7 @@ class ParameterSharding(Layer):
             for module in unit.modules:
                 units_of.setdefault(module, []).append(unit.index)
         for number, (module, indices) in enumerate(units_of.items()):
-            parts = list(_parts(module, units_of))
+            parts = list(parts_of(module, units_of))
             self.handles += ModuleHooks(self, number, indices, parts).attach(module)
 
     def a_parameter(self) -> nn.Parameter | None:
@@ -194,7 +193,7 @@ class ParameterSharding(Layer):
         model (one that is called in place of ``forward``) it stays whole until the step. All ranks must call then.
         """
         unit, root = self._unit_of_param.get(id(param)), None if self._root is None else self._root()
-        if unit is None or root is None or not _is_used_by(root, sys._getframe(1)):
+        if unit is None or root is None or not is_used_by(root, sys._getframe(1)):
             return False
         if is_in_graph_task():
             self._open_backward()
@@ -380,27 +379,3 @@ class ParameterSharding(Layer):
                         take_shard(bucket)
                     unit.num_pins -= 1
                     self._gatherer.release(unit)
-
-
-def _parts(module: nn.Module, hooked: Collection[nn.Module]) -> Iterator[nn.Module]:
-    """Yield a module and those below it that are not hooked themselves."""
-    yield module
-    for child in module.children():
-        if child not in hooked:
-            yield from _parts(child, hooked)
-
-
-def _is_used_by(root: nn.Module, frame: FrameType | None) -> bool:
-    """Whether code that reads a parameter was called by a method of a module of ``root``.
-
-    Not by one of torch's that walks over all parameters (``state_dict``, ``to``), nor by other code: that may run on
-    one rank only.
-    """
-    while frame is not None:
-        code = frame.f_code
-        owner = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
-        if isinstance(owner, nn.Module) and hasattr(type(owner), code.co_name):
-            if any(owner is module for module in root.modules()):
-                return code.co_filename != _TORCH_MODULE_FILE
-        frame = frame.f_back
-    return False

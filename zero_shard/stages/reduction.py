@@ -2,43 +2,33 @@
 
     autograd -> slot.local (full, own)  -> flatten -> exchange slices -> ordered fp32 sum -> bucket.grad (own range)
 
-# Note [Rounds]
-A round reduces every bucket once, in the same order on all ranks. Buckets start as they fill during backward; the
-end of backward starts the rest, with zeros for what this rank has no gradient for. Then all ranks combine one byte
-per parameter ("somebody has a gradient") and per bucket ("more came after it started", as reentrant checkpointing
-does), reduce the late ones, and know which parameters to update. A bucket that nobody used in the last round waits
-for that byte, so that a part of the model which is not trained at the moment sends nothing.
-
-See Note [One exchange in flight] and Note [Patience] in ``exchanges.py``.
-
-# Note [Nested backward]
-Reentrant checkpointing runs a backward inside a backward. Only the end of the outermost one ends a round; a callback
-of the engine can't be queued there from inside. If no hook of ours ran in the outer one, `collect` ends the round.
+See Note [Rounds] in ``rounds.py``, Note [One exchange in flight] and Note [Patience] in ``exchanges.py``, and
+Note [Nested backward] in ``backward_end.py``.
 """
 
 from __future__ import annotations
 
-import sys
 import warnings
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.autograd.function import BackwardCFunction
-from torch.utils.hooks import unserializable_hook
+from torch import Tensor
 
 from zero_shard.buffers import Bucket
 from zero_shard.collectives import Communicator
 from zero_shard.masters import notice_edits
 from zero_shard.norms import global_norm
 from zero_shard.ops import Kernels
-from zero_shard.sharded_grad import ShardedGrad
+from zero_shard.stages.accumulation_hooks import attach
+from zero_shard.stages.backward_end import call_at_end, is_inside_node
 from zero_shard.stages.exchanges import Exchanges
 from zero_shard.stages.gradient_norms import GradientNorms
-from zero_shard.stages.slots import GradSlot, PlainGradients, refuse_sparse
+from zero_shard.stages.plain_gradients import PlainGradients
+from zero_shard.stages.rounds import Rounds
+from zero_shard.stages.slot_gradients import SlotGradients
+from zero_shard.stages.slots import GradSlot
 
 
 class Reducer:
@@ -73,18 +63,13 @@ class Reducer:
         self._is_open = False  # a backward is under way
         self._is_finish_queued = False  # and its end will call back
         self._graph_tasks: set[int] = set()
-        self._order: list[int] = []  # buckets in the order in which they start, the same on all ranks
-        self._has_learned_order = False
-        self._ready_order: list[int] = []
-        self._next = 0
-        self._is_started: list[bool] = []
-        self._is_idle: list[bool] = []  # nobody had a gradient in the last round
-        self._num_missing: list[int] = []
         self.patience_s: float | None = None  # set by the parameters layer
         self._is_impatient = False
         self._local_nbytes = 0
+        self._rounds = Rounds(self.buckets, self.slots, communicator)
         self.exchanges = Exchanges(communicator, kernels, reduce_dtype)
         self.plain_gradients = PlainGradients(kernels)
+        self.gradients = SlotGradients(self.buckets, self.slots, self.plain_gradients if self._is_alone else None)
         self.norms = GradientNorms(self.buckets, self.slots, communicator, kernels, self.plain_gradients)
 
     # ---- set-up --------------------------------------------------------------------------------------------
@@ -98,36 +83,11 @@ class Reducer:
             assert slot.index == len(self.slots)
             self.slots.append(slot)
             self._attach(slot)
-        self._order.insert(0, bucket.index)  # backward meets the last parameters first
-        self._is_started.append(False)
-        self._is_idle.append(False)
-        self._num_missing.append(0)
-        self._has_learned_order = False
+        self._rounds.add_bucket(bucket)
 
     def _attach(self, slot: GradSlot) -> None:
-        if self._is_alone or self._stands_back or slot.hooks is not None:
-            return
-        # Weak: hooks live in C++ beside the parameter, where the garbage collector sees no cycle.
-        reducer, index = weakref.ref(self), slot.index
-
-        @unserializable_hook  # type: ignore[untyped-decorator]
-        def before(_: Tensor) -> None:
-            alive = reducer()
-            if alive is not None:
-                alive._before_accumulate(alive.slots[index])
-
-        def after(_: nn.Parameter) -> None:
-            alive = reducer()
-            if alive is not None:
-                alive._after_accumulate(alive.slots[index])
-
-        with torch._C.DisableTorchFunctionSubclass():
-            is_trainable = slot.param.requires_grad
-            slot.param.requires_grad_(True)  # torch takes no hook of a frozen parameter, but keeps one
-            last = slot.param.register_post_accumulate_grad_hook(after)
-            slot.hooks = last.hooks_dict_ref(), last.id
-            self.handles += [slot.param.register_hook(before), last]
-            slot.param.requires_grad_(is_trainable)
+        if not self._is_alone and not self._stands_back and slot.hooks is None:
+            self.handles += attach(self, slot)
 
     def stand_back(self, name: str) -> None:
         """Leave gradients where DistributedDataParallel puts them, until they are asked for. Local; all ranks call.
@@ -138,7 +98,7 @@ class Reducer:
         Args:
             name: Of a parameter that it wraps.
         """
-        self._stands_back = self._has_learned_order = True
+        self._stands_back = self._rounds.has_learned_order = True
         for handle in self.handles:
             handle.remove()
         self.handles.clear()
@@ -164,7 +124,7 @@ class Reducer:
         task = torch._C._current_graph_task_id()
         if self._is_open and task in self._graph_tasks:
             return
-        is_nested = _is_inside_node()
+        is_nested = is_inside_node()
         if self._is_finish_queued and not is_nested:
             self.abandon_backward()  # the last one ended in an exception
         if not self._is_open:
@@ -178,15 +138,14 @@ class Reducer:
             self._is_open = True
             for bucket in self.buckets:
                 bucket.was_gathered = not bucket.is_released
-            self._notice_drops()
-            self._start_counting()
+            self.gradients.notice_drops()
+            self._begin_round()
             if self.before_round is not None and self._is_eager and self._is_synchronizing:
                 self.before_round()
         self._graph_tasks.add(task)
         if not is_nested:
             self._is_finish_queued = True
-            _open_reducers.add(self)
-            torch.autograd.Variable._execution_engine.queue_callback(_finish_all)
+            call_at_end(self)
 
     def abandon_backward(self) -> None:
         """Forget a backward that an exception ended half-way, on all ranks alike: what it added is dropped."""
@@ -195,50 +154,34 @@ class Reducer:
         self.exchanges.abandon()
         for slot in self.slots:
             slot.local = None
-            if self._is_started[slot.bucket.index]:
+            if self._rounds.is_started[slot.bucket.index]:
                 slot.handed, slot.has_reduced = None, False
                 slot.generation += 1
             slot.param.grad = slot.handed
         for bucket in self.buckets:
-            bucket.grad = None if self._is_started[bucket.index] else bucket.grad
+            bucket.grad = None if self._rounds.is_started[bucket.index] else bucket.grad
         self._is_fresh = False
         if self.at_backward_abandoned is not None:
             self.at_backward_abandoned()
 
-    def _start_counting(self) -> None:
-        self._next, self._local_nbytes, self._ready_order = 0, 0, []
-        self._is_impatient = False
-        for bucket in self.buckets:
-            slots = self.slots[bucket.slots.start : bucket.slots.stop]
-            self._num_missing[bucket.index] = sum(slot.param.requires_grad for slot in slots)
-            self._is_started[bucket.index] = False
-            for slot in slots:
-                slot.is_ready = slot.is_sent = False
+    def _begin_round(self) -> None:
+        self._local_nbytes, self._is_impatient = 0, False
+        self._rounds.begin()
 
-    def _before_accumulate(self, slot: GradSlot) -> None:
+    def before_accumulate(self, slot: GradSlot) -> None:
+        """Make way for the gradient that autograd is about to put into ``param.grad``. Called by hooks."""
         self.open_backward()
         if self._stands_back:
             return
-        param = slot.param
         if slot.bucket.is_released and not slot.bucket.was_gathered:
             raise RuntimeError(
                 f"backward reached {slot.name} while it was released: its module was used outside of the forward that "
                 "gathers it. Name the module that uses it in the config's units, or wrap the use in zero_shard.gathered"
             )
-        grad = param.grad
-        if grad is not None:
-            if isinstance(grad, ShardedGrad) and grad is not slot.handed:
-                slot.adopt(grad)
-            if param.grad is slot.handed:
-                param.grad = None
-        assert slot.hooks is not None
-        hooks, key = slot.hooks
-        if len(hooks) > 1 and next(reversed(hooks)) != key:
-            hooks[key] = hooks.pop(key)  # the user's come first: they see this rank's gradient, and may change it
-        if slot.local is not None:
-            param.grad, slot.local = slot.local, None  # autograd adds to it in place
+        slot.make_way()
 
-    def _after_accumulate(self, slot: GradSlot) -> None:
+    def after_accumulate(self, slot: GradSlot) -> None:
+        """Take the gradient that autograd has put there, and start the bucket if it is full. Called by hooks."""
         if self._stands_back:
             return
         slot.take()
@@ -249,37 +192,27 @@ class Reducer:
         self._local_nbytes += slot.local.nbytes
         if 4 * self._local_nbytes > self.exchanges.last_nbytes():
             self._make_room()
-        self._num_missing[bucket.index] -= 1
-        if self._num_missing[bucket.index] == 0:
+        num_missing = self._rounds.num_missing
+        num_missing[bucket.index] -= 1
+        if num_missing[bucket.index] == 0:
             self._complete(bucket)
 
     def _complete(self, bucket: Bucket) -> None:
         if self._is_eager and self._is_synchronizing:
-            self._ready_order.append(bucket.index)
+            self._rounds.note_ready(bucket)
             self._start_ready_buckets()
         if self.at_bucket_complete is not None:
             self.at_bucket_complete(bucket)
 
     def is_complete(self, bucket: Bucket) -> bool:
         """Whether all gradients of a bucket have arrived in the present backward."""
-        return self._num_missing[bucket.index] <= 0
+        return self._rounds.num_missing[bucket.index] <= 0
 
     def _start_ready_buckets(self) -> None:
-        while self._next < len(self._order):
-            index = self._order[self._next]
-            if self._is_idle[index] or not self._has_trainable(index):
-                self._next += 1
-                continue
-            if self._num_missing[index] > 0:
-                return
-            self._next += 1
+        while (bucket := self._rounds.next_bucket()) is not None:
             if self._is_open:
                 self._make_room()
-            self._start(self.buckets[index])
-
-    def _has_trainable(self, index: int) -> bool:
-        bucket = self.buckets[index]
-        return any(param.requires_grad for param in bucket.params)
+            self._start(bucket)
 
     def finish_backward(self) -> None:
         """End the present backward: reduce what is left, or mark gradients as pending. Called by the engine."""
@@ -291,7 +224,7 @@ class Reducer:
         is_reducing = self._is_eager and self._is_synchronizing
         self._is_open = self._is_finish_queued = False
         if is_reducing:
-            self._num_missing = [0] * len(self.buckets)
+            self._rounds.end_backward()
             self._start_ready_buckets()
         if self.at_backward_end is not None:
             self.at_backward_end()
@@ -323,24 +256,19 @@ class Reducer:
         """
         if self._is_open:
             self.finish_backward()
-        self._notice_drops()
+        self.gradients.notice_drops()
         if self._is_alone:
             return
-        has_local = False
-        for slot in self.slots:
-            grad = slot.param.grad
-            if grad is not None and grad is not slot.handed:
-                slot.take()
-            has_local |= slot.local is not None
+        has_local = self.gradients.take_new()
         if self._is_fresh and not has_local:
             return
         if self.before_round is not None:
             self.before_round()
         for slot in self.slots:
             self._attach(slot)  # those unfrozen since
-        self._start_counting()
+        self._begin_round()
         if self._is_eager:  # as the end of backward does on ranks that had one
-            self._num_missing = [0] * len(self.buckets)
+            self._rounds.end_backward()
             self._start_ready_buckets()
             if self.at_backward_end is not None:
                 self.at_backward_end()
@@ -348,44 +276,20 @@ class Reducer:
 
     def _finish_round(self) -> None:
         self.exchanges.finish()
-        num_slots = len(self.slots)
-        flags = torch.zeros(num_slots + len(self.buckets), dtype=torch.uint8)
-        mine = flags.numpy()
-        for slot in self.slots:
-            if slot.is_sent or slot.local is not None:
-                mine[slot.index] = 1
-                if slot.local is not None and self._is_started[slot.bucket.index]:
-                    mine[num_slots + slot.bucket.index] = 1
-        union = self._communicator.agree(flags, "max", "the list of gradients present").numpy()
-        for bucket in self.buckets:
-            is_used = bool(union[bucket.slots.start : bucket.slots.stop].any())
-            is_late = bool(union[num_slots + bucket.index])
-            if is_late or (is_used and not self._is_started[bucket.index]):
-                self._start(bucket)
-                self.exchanges.finish()
-            self._is_idle[bucket.index] = not is_used
+        waiting, is_present = self._rounds.agree()
+        for bucket in waiting:
+            self._start(bucket)
+            self.exchanges.finish()
         views: dict[int, list[Tensor]] = {}
-        for slot, is_present in zip(self.slots, union[:num_slots].tolist(), strict=True):
-            slot.has_reduced |= bool(is_present)
+        for slot, has_gradient in zip(self.slots, is_present, strict=True):
+            slot.has_reduced |= bool(has_gradient)
             if slot.has_reduced:
                 slot.hand(views)
             elif slot.handed is not None:  # was pending, and nobody had one
                 slot.handed = slot.param.grad = None
         self.norms.forget()
-        self._learn_order()
+        self._rounds.learn_order()
         self._is_fresh = True
-
-    def _learn_order(self) -> None:
-        """Take the order in which rank 0's buckets filled as everybody's order from now on, once it had a backward."""
-        if self._has_learned_order:
-            return
-        rest = [index for index in self._order if index not in set(self._ready_order)]
-        message = torch.tensor([bool(self._ready_order), *self._ready_order, *rest], dtype=torch.int64)
-        if self._communicator.rank != 0:
-            message.zero_()
-        is_known, *order = self._communicator.agree(message, "sum", "the order of buckets").tolist()
-        if is_known:
-            self._order, self._has_learned_order = order, True
 
     def _start(self, bucket: Bucket) -> None:
         """Start to reduce the local gradients of a bucket, and free them."""
@@ -396,7 +300,7 @@ class Reducer:
             slot.local = None
         self.exchanges.start(bucket, local)
         self._local_nbytes = 0
-        self._is_started[bucket.index] = True
+        self._rounds.is_started[bucket.index] = True
 
     def _make_room(self) -> None:
         """Finish the exchanges in flight in the middle of backward, unless peers keep away (see Note [Patience])."""
@@ -468,101 +372,16 @@ class Reducer:
                 bucket.take_back_replaced()
                 notice_edits(bucket)
 
-    def active_flags(self) -> Tensor:
-        """Return one byte per slot: 1 if the parameter has a gradient. After `collect`, equal on all ranks."""
-        flags = bytearray(len(self.slots))
-        if self._is_alone:
-            self.plain_gradients.mark(flags, self.buckets)
-            return _as_tensor(flags)
-        for slot in self.slots:
-            grad = slot.param.grad
-            flags[slot.index] = grad is not None
-            if grad is not None and grad.layout != torch.strided:
-                refuse_sparse(slot.name, grad)
-        return _as_tensor(flags)
-
     def zero_grad(self, set_to_none: bool) -> None:
         """Drop all gradients, or set them to zero."""
         if self._is_open:  # a backward that failed half-way
             self.abandon_backward()
         set_to_none |= self._stands_back  # nobody would take a sharded gradient away before the next backward
-        if not set_to_none:
-            self._notice_drops()
-        for slot in self.slots:
-            if set_to_none or slot.handed is None:
-                slot.forget()
-                slot.param.grad = None if set_to_none else slot.param.grad
-            elif slot.local is not None:
-                slot.local.zero_()
-        for bucket in self.buckets:
-            if set_to_none:
-                bucket.grad = None
-            elif bucket.grad is not None:
-                bucket.grad.zero_()
-                bucket.has_sums = False
+        self.gradients.zero(set_to_none)
         self.norms.forget()
         self._is_fresh = self._is_fresh and not set_to_none
         self._was_zeroed = not set_to_none
 
-    def scale_replaced(self, factor: Tensor) -> None:
-        """Multiply gradients that the user has put in the place of what was handed out. Local."""
-        self._notice_drops()
-        for slot in self.slots:
-            grad = slot.param.grad
-            if grad is not None and grad is not slot.handed:
-                grad.mul_(factor.to(device=grad.device, dtype=grad.dtype))
-
     def after_step(self) -> None:
         """Note that the gradients have been used; the next step agrees anew if no backward has done so."""
         self._is_fresh = False
-
-    def held_nbytes(self) -> int:
-        """Bytes of gradients that are not in a bucket: local ones."""
-        local = sum(slot.local.nbytes for slot in self.slots if slot.local is not None)
-        if self._is_alone:
-            local += sum(slot.param.grad.nbytes for slot in self.slots if slot.param.grad is not None)
-        return local
-
-    def _notice_drops(self) -> None:
-        """Forget gradients that the user has taken away or replaced since they were handed out."""
-        if self._is_alone:
-            return
-        for bucket in self.buckets:
-            has_reduced, is_whole = False, bucket.layout.num_shards == 1
-            for slot in self.slots[bucket.slots.start : bucket.slots.stop]:
-                if slot.handed is not None and slot.param.grad is not slot.handed:
-                    slot.notice_replaced()
-                elif is_whole and slot.handed is not None:
-                    slot.notice_moved()
-                has_reduced |= slot.has_reduced
-            if not has_reduced:
-                bucket.grad = None
-
-
-def _as_tensor(flags: bytearray) -> Tensor:
-    return torch.frombuffer(flags, dtype=torch.uint8) if flags else torch.zeros(0, dtype=torch.uint8)
-
-
-_open_reducers: weakref.WeakSet[Reducer] = weakref.WeakSet()
-
-
-def _finish_all() -> None:
-    """End the backward of every optimizer that took part in it, in the order in which they were built.
-
-    Ranks may meet the parameters of several optimizers in different orders; their agreements must not cross.
-    """
-    reducers = sorted(_open_reducers, key=lambda reducer: reducer.number)
-    _open_reducers.clear()
-    with torch._C._DisableFuncTorch():  # a gradient of torch.func may run this backward; its tensors are not ours
-        for reducer in reducers:
-            reducer.finish_backward()
-
-
-def _is_inside_node() -> bool:
-    """Whether a Python autograd node's backward is on the stack. See Note [Nested backward]."""
-    frame: Any = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code is BackwardCFunction.apply.__code__:
-            return True
-        frame = frame.f_back
-    return False

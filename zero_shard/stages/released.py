@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from types import FrameType
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
+
+_TORCH_MODULE_FILE = nn.Module._apply.__code__.co_filename
 
 
 class ReleasedOwner(Protocol):
@@ -166,3 +169,19 @@ def _released_in(args: Any) -> list[ReleasedParameter]:
     if isinstance(args, (list, tuple)):
         return [each for item in args for each in _released_in(item)]
     return []
+
+
+def is_used_by(root: nn.Module, frame: FrameType | None) -> bool:
+    """Whether code that reads a parameter was called by a method of a module of ``root``.
+
+    Not by one of torch's that walks over all parameters (``state_dict``, ``to``), nor by other code: that may run on
+    one rank only.
+    """
+    while frame is not None:
+        code = frame.f_code
+        owner = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+        if isinstance(owner, nn.Module) and hasattr(type(owner), code.co_name):
+            if any(owner is module for module in root.modules()):
+                return code.co_filename != _TORCH_MODULE_FILE
+        frame = frame.f_back
+    return False
