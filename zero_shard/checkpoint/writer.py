@@ -10,7 +10,8 @@ import io
 import os
 import pickle
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any, BinaryIO, NamedTuple, cast
 
@@ -70,7 +71,8 @@ class CheckedFile(io.RawIOBase):
         while start < len(view):
             if before_write is not None:
                 before_write(self._name)
-            start += os.write(self._fd, view[start:])
+            with self._named_errors():
+                start += os.write(self._fd, view[start:])
         self._position += len(view)
         return len(view)
 
@@ -79,10 +81,18 @@ class CheckedFile(io.RawIOBase):
         if self._fd >= 0:
             fd, self._fd = self._fd, -1
             try:
-                os.fsync(fd)
+                with self._named_errors():
+                    os.fsync(fd)
             finally:
                 os.close(fd)
         super().close()
+
+    @contextmanager
+    def _named_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, self._name) from None
 
     @property
     def facts(self) -> FileFacts:
