@@ -27,7 +27,7 @@ from zero_shard.checkpoint.writer import METADATA, CheckedFile, FileFacts
 
 MANIFEST = "manifest.json"
 _FORMAT, _VERSION = "zero_shard checkpoint", 1
-_ABANDONED_S = 86_400  # age at which a leftover goes on file systems without locks
+_ABANDONED_S = 86_400  # age at which a leftover without a lock goes
 _PIECE_NBYTES = 8 << 20
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of Linux
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -48,11 +48,13 @@ class IncompleteDirectory:
         _check_replaceable(target)
         target.parent.mkdir(parents=True, exist_ok=True)
         _sweep(target)
-        self.path = _hidden(target, "incomplete")
-        self.path.mkdir()
-        self._fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+        new = _hidden(target, "new")  # until it is locked, lest another saver takes it for a leftover
+        new.mkdir()
+        self._fd = os.open(new, os.O_RDONLY | os.O_DIRECTORY)
         with suppress(OSError):  # a file system without locks
             fcntl.flock(self._fd, fcntl.LOCK_EX)
+        self.path = _hidden(target, "incomplete")
+        new.rename(self.path)
 
     def commit(self, files: Mapping[str, FileFacts], facts: Mapping[str, Any]) -> None:
         """Write the manifest and give the directory its name; what stood there goes.
@@ -328,6 +330,8 @@ def _sweep(target: Path) -> None:
     for each in list(target.parent.iterdir()):
         if _is_hidden(each.name, target.name, kinds):
             _remove(each)
+        elif _is_hidden(each.name, target.name, ["new"]) and _age_s(each) > _ABANDONED_S:
+            _remove(each)
 
 
 def _remove(path: Path) -> None:
@@ -341,11 +345,17 @@ def _remove(path: Path) -> None:
     except BlockingIOError:
         return
     except OSError:  # a file system without locks
-        if path.name.endswith(".incomplete") and time.time() - os.fstat(fd).st_mtime < _ABANDONED_S:
+        if path.name.endswith(".incomplete") and _age_s(path) < _ABANDONED_S:
             return
     finally:
         os.close(fd)
     shutil.rmtree(path, ignore_errors=True)
+
+
+def _age_s(path: Path) -> float:
+    with suppress(FileNotFoundError):
+        return time.time() - path.stat().st_mtime
+    return 0.0
 
 
 def _crc32(fd: int) -> int:
