@@ -28,13 +28,12 @@ import torch.distributed as dist
 from step_bench import ROOT, say
 from step_bench.report import environment, keep
 from train_bench.contenders import BUILDERS
-from train_bench.launch import OneLineParser, is_rank, join_group, leave, run_ranks
+from train_bench.launch import OneLineParser, is_rank, join_group, leave, public_command, run_ranks
 from train_bench.models import SHAPES
 from train_bench.report import markdown
 from train_bench.rounds import Plan, Rounds
 
 RESULTS = ROOT / "benchmarks" / "results" / "bench_train.json"
-_PATH_OPTIONS = ("--out", "--merge", "--part")
 
 
 def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
@@ -58,7 +57,7 @@ def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--timeout", type=float, default=600, help="seconds that ranks wait for each other")
     parser.add_argument("--out", type=Path, default=RESULTS, help="JSON; .md and .png go beside it")
     parser.add_argument("--merge", type=Path, nargs="+", help="JSON files to make one report of; measures nothing")
-    parser.add_argument("--part", type=Path, help=argparse.SUPPRESS)  # where one world size reports
+    parser.add_argument("--as-rank", type=Path, help=argparse.SUPPRESS)  # where one world size reports
     given = parser.parse_args(words)
     _check(given, parser)
     return given
@@ -113,19 +112,6 @@ def _samples(given: argparse.Namespace) -> int:
     return shape_batch * max(given.worlds) if given.scaling == "strong" else shape_batch
 
 
-def public_command(words: Sequence[str]) -> list[str]:
-    """Return the command line without the directories of this machine."""
-    command, is_path = ["benchmarks/bench_train.py"], False
-    for word in words:
-        option, equals, value = word.partition("=")
-        if word.startswith("--"):
-            is_path = option in _PATH_OPTIONS
-            command.append(f"{option}={Path(value).name}" if is_path and equals else word)
-        else:
-            command.append(Path(word).name if is_path else word)
-    return command
-
-
 def _without_nproc(words: Sequence[str]) -> list[str]:
     """Return the words for a rank: torchrun would take --nproc for an option of its own."""
     left, is_value = [], False
@@ -174,7 +160,7 @@ def write(report: dict[str, Any], out: Path) -> None:
 
 
 def _describe(given: argparse.Namespace, words: Sequence[str]) -> dict[str, Any]:
-    facts = environment(public_command(words))
+    facts = environment(public_command("bench_train.py", words))
     return {**facts, "threads": given.threads, "device": given.device, "scaling": given.scaling}
 
 
@@ -186,8 +172,8 @@ def main(words: Sequence[str] | None = None) -> None:
         facts = _describe(given, arguments)  # before the load is our own
         run = measure(given)
         if dist.get_rank() == 0:
-            if given.part is not None:
-                given.part.write_text(json.dumps(run))
+            if given.as_rank is not None:
+                given.as_rank.write_text(json.dumps(run))
             else:
                 write({"environment": facts, "runs": [run]}, given.out)
         leave(0)
@@ -199,7 +185,7 @@ def main(words: Sequence[str] | None = None) -> None:
         for world_size in given.worlds:
             with tempfile.TemporaryDirectory() as directory:
                 part = Path(directory) / "run.json"
-                extra = ["--batch", str(_samples(given)), "--part", str(part)]
+                extra = ["--batch", str(_samples(given)), "--as-rank", str(part)]
                 run_ranks(__file__, [*_without_nproc(arguments), *extra], world_size, given.threads)
                 report["runs"].append(json.loads(part.read_text()))
     write(report, given.out)

@@ -19,7 +19,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import zero_shard
-from train_bench.models import Batch
+from train_bench.models import SHAPES, Batch, Shape, make_batch, make_model
 
 HYPER: dict[str, Any] = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 REFERENCE = "ddp"
@@ -245,6 +245,14 @@ DESCRIPTIONS = {
     **{f"deepspeed-{stage}": f"DeepSpeed ZeRO {stage} with its own Adam" for stage in (1, 2, 3)},
     "apex-distributed": "apex DistributedFusedAdam",
 }
+
+
+def touch(shape: Shape, device: torch.device) -> None:
+    """Train a tiny model of this kind, so that connections and lazily loaded code are in no memory that is measured."""
+    tiny = SHAPES[f"{shape.kind}-tiny"]
+    contender = BUILDERS[REFERENCE](make_model(tiny, device), Setup(device, False, tiny.batch))
+    contender.backward(contender.forward(make_batch(tiny, tiny.batch, 0, 0, device)))
+    contender.step()
 
 
 def missing_reason(name: str, device: torch.device) -> str:

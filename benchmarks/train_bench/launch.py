@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 BAD_ARGUMENTS = 2
+_PATH_OPTIONS = ("--out", "--merge", "--as-rank")
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -39,6 +40,19 @@ def torchrun_command(script: str, words: Sequence[str], num_ranks: int) -> list[
 def rank_variables(threads: int) -> dict[str, str]:
     """Return the variables of ranks: OpenMP runtimes read their thread count when they start."""
     return {**os.environ, "OMP_NUM_THREADS": str(threads)}
+
+
+def public_command(script: str, words: Sequence[str]) -> list[str]:
+    """Return the command line without the directories of this machine."""
+    command, is_path = [f"benchmarks/{script}"], False
+    for word in words:
+        option, equals, value = word.partition("=")
+        if word.startswith("--"):
+            is_path = option in _PATH_OPTIONS
+            command.append(f"{option}={Path(value).name}" if is_path and equals else word)
+        else:
+            command.append(Path(word).name if is_path else word)
+    return command
 
 
 def run_ranks(script: str, words: Sequence[str], num_ranks: int, threads: int) -> None:

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from train_bench import memory
 from train_bench.clocks import Clock, Times, exposed_ms_by_trace, make_clock
-from train_bench.contenders import BUILDERS, DESCRIPTIONS, REFERENCE, Contender, Setup, missing_reason
-from train_bench.models import SHAPES, Batch, Shape, make_batch, make_model
+from train_bench.contenders import BUILDERS, DESCRIPTIONS, REFERENCE, Contender, Setup, missing_reason, touch
+from train_bench.models import Batch, Shape, make_batch, make_model
 
 NUM_TRACED_STEPS = 2
 
@@ -102,7 +102,7 @@ class Rounds:
         entries = {name: Entry(name, DESCRIPTIONS[name]) for name in self._plan.names}
         for entry in entries.values():
             entry.missing = missing_reason(entry.name, self._device)
-        self._touch()
+        touch(self._plan.shape, self._device)
         # The first round begins with what weights are compared to.
         order = sorted(entries.values(), key=lambda entry: entry.name != REFERENCE)
         for number in range(self._plan.rounds):
@@ -118,13 +118,6 @@ class Rounds:
             "plan": {name: value for name, value in asdict(plan).items() if name != "names"},
             "entries": [asdict(entry) for entry in entries.values()],
         }
-
-    def _touch(self) -> None:
-        """Train a tiny model, so that connections and lazily loaded code are not in the memory of the first entry."""
-        shape = SHAPES[f"{self._plan.shape.kind}-tiny"]
-        contender = BUILDERS[REFERENCE](make_model(shape, self._device), Setup(self._device, False, shape.batch))
-        self._step(contender, make_batch(shape, shape.batch, 0, 0, self._device))
-        self._clock.times()
 
     def _take(self, entry: Entry, number: int) -> None:
         """Measure one implementation once."""
