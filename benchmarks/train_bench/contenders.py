@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import zero_shard
@@ -164,7 +163,9 @@ def _ddp(model: nn.Module, setup: Setup, is_sharded: bool) -> Contender:
     params = model.parameters()
     optimizer: torch.optim.Optimizer
     if is_sharded:
-        optimizer = ZeroRedundancyOptimizer(params, optimizer_class=torch.optim.AdamW, fused=True, **HYPER)
+        # Here, because it loads TorchScript, which warns that it is deprecated.
+        make = importlib.import_module("torch.distributed.optim").ZeroRedundancyOptimizer
+        optimizer = make(params, optimizer_class=torch.optim.AdamW, fused=True, **HYPER)
     else:
         optimizer = torch.optim.AdamW(params, fused=True, **HYPER)
     return Contender(model, optimizer, module, _autocast_dtype(setup))
