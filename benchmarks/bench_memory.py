@@ -100,7 +100,7 @@ def be_rank(given: argparse.Namespace) -> None:
             given.as_rank.write_text(json.dumps(found))
         return
     shape = deepened(shape, given.layers)
-    limit_memory(int(given.limit_gib * GIB))
+    idle_nbytes = limit_memory(int(given.limit_gib * GIB))
     contender = BUILDERS[name](make_model(shape, device), Setup(device, False, given.batch))
     for step in range(NUM_STEPS_THAT_FIT):
         batch = make_batch(shape, given.batch, step, dist.get_rank(), device)
@@ -108,6 +108,8 @@ def be_rank(given: argparse.Namespace) -> None:
         contender.step()
         contender.zero_grad()
     dist.barrier()
+    if dist.get_rank() == 0:
+        given.as_rank.write_text(json.dumps(idle_nbytes))
 
 
 # ---- as the one who starts them -------------------------------------------------------------------------------
@@ -132,7 +134,8 @@ def limits(given: argparse.Namespace) -> list[dict[str, Any]]:
     rows = []
     for name in given.names:
         reason = missing_reason(name, torch.device("cpu"))
-        row: dict[str, Any] = {"name": name, "layers": 0, "num_params": 0, "missing": reason, "tried": []}
+        row: dict[str, Any] = {"name": name, "layers": 0, "num_params": 0, "missing": reason}
+        row |= {"idle_nbytes": 0, "tried": []}
         rows.append(row)
         if reason:
             continue
@@ -148,12 +151,15 @@ def limits(given: argparse.Namespace) -> list[dict[str, Any]]:
 
 def _fits(given: argparse.Namespace, row: dict[str, Any], layers: int) -> bool:
     words = ["--model", given.model, "--batch", str(given.batch), "--limit-gib", str(given.limit_gib)]
-    words += ["--layers", str(layers), "--only", row["name"], "--as-rank", "none"]
-    command = torchrun_command(__file__, words, given.nproc)
-    result = subprocess.run(
-        command, env=rank_variables(1), capture_output=True, text=True, timeout=PROBE_LIMIT_S, check=False
-    )
-    fits = has_run(result)
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "rank.json"
+        words += ["--layers", str(layers), "--only", row["name"], "--as-rank", str(path)]
+        command = torchrun_command(__file__, words, given.nproc)
+        result = subprocess.run(
+            command, env=rank_variables(1), capture_output=True, text=True, timeout=PROBE_LIMIT_S, check=False
+        )
+        fits = has_run(result)
+        row["idle_nbytes"] = json.loads(path.read_text()) if fits else row["idle_nbytes"]
     row["tried"].append([layers, fits])
     say(f"limit: {row['name']}, {layers} layers: {'fits' if fits else 'too large'}")
     return fits
@@ -180,13 +186,19 @@ def markdown(report: dict[str, Any]) -> str:
     if report["limits"]:
         lines += [f"## The largest {report['model']} by depth in {report['limit_gib']:g} GiB per rank, ", ""]
         lines[-2] += f"{report['nproc']} ranks"
-        lines += ["The limit is RLIMIT_DATA of the process, Python and torch included.", ""]
+        lines += ["The limit is RLIMIT_DATA of the process, Python and torch included (`MiB before`).", ""]
         cells = [
-            [row["name"], str(row["layers"]), number(row["num_params"] / 1e6, ".1f"), _of_first(report["limits"], row)]
+            [
+                row["name"],
+                str(row["layers"]),
+                number(row["num_params"] / 1e6, ".1f"),
+                _of_first(report["limits"], row),
+                number(row["idle_nbytes"] / MIB or None, ".0f"),
+            ]
             for row in report["limits"]
             if not row["missing"]
         ]
-        lines += [*table(["implementation", "layers", "M parameters", "to the first"], cells), ""]
+        lines += [*table(["implementation", "layers", "M parameters", "to the first", "MiB before"], cells), ""]
         lines += [f"- {row['name']}: not measured: {row['missing']}" for row in report["limits"] if row["missing"]]
     return "\n".join([*lines, ""])
 

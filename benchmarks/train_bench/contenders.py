@@ -48,6 +48,7 @@ class Contender:
         module: What is called instead of the model, if something wraps it.
         optimizer: Steps and zeroes; None: the subclass does.
         autocast: dtype of torch.autocast around the forward; None: the implementation casts by itself, or nothing is.
+        input_dtype: dtype that images are cast to before the forward, where the implementation leaves it to the user.
     """
 
     def __init__(
@@ -56,14 +57,17 @@ class Contender:
         optimizer: Any,
         module: nn.Module | None = None,
         autocast: torch.dtype | None = None,
+        input_dtype: torch.dtype | None = None,
     ) -> None:
         self.model, self.optimizer = model, optimizer
         self.module = model if module is None else module
-        self._autocast = autocast
+        self._autocast, self._input_dtype = autocast, input_dtype
 
     def forward(self, batch: Batch) -> Tensor:
         """Return the loss."""
         device = batch.inputs.device.type
+        if self._input_dtype is not None and batch.inputs.is_floating_point():
+            batch = batch._replace(inputs=batch.inputs.to(self._input_dtype))
         with torch.autocast(device, self._autocast) if self._autocast else contextlib.nullcontext():
             loss: Tensor = self.module(*batch)
         return loss
@@ -153,7 +157,7 @@ def _on_host(weight: Tensor) -> Tensor:
 Build = Callable[[nn.Module, Setup], Contender]
 
 
-def _autocast_dtype(setup: Setup) -> torch.dtype | None:
+def _half_dtype(setup: Setup) -> torch.dtype | None:
     return torch.bfloat16 if setup.is_half else None
 
 
@@ -168,7 +172,7 @@ def _ddp(model: nn.Module, setup: Setup, is_sharded: bool) -> Contender:
         optimizer = make(params, optimizer_class=torch.optim.AdamW, fused=True, **HYPER)
     else:
         optimizer = torch.optim.AdamW(params, fused=True, **HYPER)
-    return Contender(model, optimizer, module, _autocast_dtype(setup))
+    return Contender(model, optimizer, module, _half_dtype(setup))
 
 
 def _fsdp2(model: nn.Module, setup: Setup, is_resharding: bool) -> Contender:
@@ -181,7 +185,7 @@ def _fsdp2(model: nn.Module, setup: Setup, is_resharding: bool) -> Contender:
 
 
 def _zero_shard(model: nn.Module, setup: Setup, stage: int, **config: Any) -> Contender:
-    config |= {"stage": stage, "param_dtype": _autocast_dtype(setup)}
+    config |= {"stage": stage, "param_dtype": _half_dtype(setup)}
     return ZeroShard(model, zero_shard.AdamW(model.parameters(), module=model, config=config, **HYPER))
 
 
@@ -202,7 +206,7 @@ def _deepspeed(model: nn.Module, setup: Setup, stage: int) -> Contender:
     if not deepspeed.comm.is_initialized():
         deepspeed.init_distributed(dist.get_backend())
     engine, *_ = deepspeed.initialize(model=model, optimizer=make(model.parameters(), **HYPER), config=config)
-    return DeepSpeed(model, None, engine)
+    return DeepSpeed(model, None, engine, input_dtype=_half_dtype(setup))
 
 
 def _apex(model: nn.Module, setup: Setup) -> Contender:
@@ -217,7 +221,7 @@ def _apex(model: nn.Module, setup: Setup) -> Contender:
         store_param_remainders=setup.is_half,
         **HYPER,
     )
-    return Contender(model, optimizer)
+    return Contender(model, optimizer, input_dtype=_half_dtype(setup))
 
 
 BUILDERS: dict[str, Build] = {

@@ -9,7 +9,7 @@ from train_bench.clocks import PHASES
 from train_bench.summary import Row, summarise, waited_by_phase
 
 HEADS = (
-    "implementation", "step ms", "25 to 75 %", "to ddp", "forward", "backward", "step", "waited", "tokens/s",
+    "implementation", "step ms", "25 to 75 %", "to ddp", "forward", "backward", "step", "waited", "cpu ms", "tokens/s",
     "peak MiB", "held MiB", "sent MiB", "floor MiB", "wire MiB", "diff",
 )  # fmt: skip
 
@@ -89,6 +89,7 @@ def _cells(row: Row) -> list[str]:
         number(row.backward_ms, ".1f"),
         number(row.update_ms, ".1f"),
         number(row.waited_ms, ".1f"),
+        number(row.cpu_ms, ".1f"),
         number(row.tokens_per_s, ",.0f"),
         number(row.peak_mib, ",.1f"),
         number(row.held_mib, ",.1f"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -57,6 +58,7 @@ class Sample:
 
     times: list[Times]
     traced_exposed_ms: float | None  # per step; CUDA only
+    cpu_ms: float  # per step, of all threads of the process
     peak_nbytes: int | None
     held_nbytes: int
     sent_nbytes: int | None  # per step, by the implementation's own count
@@ -160,8 +162,10 @@ class Rounds:
                 self._step(contender, batches[step % plan.steps])
             self._clock.times()
             is_reset, sent = memory.reset_peak(device), self._wire()
+            busy_s = time.process_time()
             for batch in batches:
                 loss = self._step(contender, batch)
+            busy_s = time.process_time() - busy_s
             times = self._clock.times()
             peak = memory.peak_nbytes(device) - before_nbytes if is_reset else None
             sent_after = self._wire()
@@ -174,6 +178,7 @@ class Rounds:
             return Sample(
                 times=[Times(*([round(ms, 4) for ms in part] for part in each)) for each in times],
                 traced_exposed_ms=exposed,
+                cpu_ms=round(1e3 * busy_s / plan.steps, 4),
                 peak_nbytes=peak,
                 held_nbytes=held,
                 sent_nbytes=None if usage is None else usage.sent_nbytes,

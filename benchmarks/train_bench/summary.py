@@ -27,6 +27,7 @@ class Row:
     backward_ms: float = 0.0
     update_ms: float = 0.0  # step and zero_grad
     waited_ms: float | None = None
+    cpu_ms: float = 0.0
     tokens_per_s: float = 0.0
     peak_mib: float | None = None
     held_mib: float = 0.0
@@ -68,6 +69,7 @@ def _row(entry: dict[str, Any], num_tokens: int) -> Row:
         backward_ms=phases["backward"],
         update_ms=phases["step"] + phases["zero_grad"],
         waited_ms=_waited_ms(rounds),
+        cpu_ms=statistics.median(statistics.fmean(rank["cpu_ms"] for rank in ranks) for ranks in rounds),
         tokens_per_s=1e3 * num_tokens / step_ms,
         peak_mib=_fullest_mib(rounds, "peak_nbytes"),
         held_mib=_fullest_mib(rounds, "held_nbytes") or 0.0,
