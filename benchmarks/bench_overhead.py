@@ -59,7 +59,7 @@ def make_step(stage: int | None, is_small: bool) -> Callable[[], None]:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     else:
         optimizer = zero_shard.AdamW(model.parameters(), lr=1e-3, module=model, config=settings.zero)
-    windows = torch.randint(256, (settings.train.batch_per_rank, config.context + 1))
+    windows = torch.randint(256, (settings.train.batch // 2, config.context + 1))
 
     def step() -> None:
         optimizer.zero_grad()

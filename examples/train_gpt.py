@@ -3,7 +3,9 @@
     torchrun --standalone --nproc-per-node 2 examples/train_gpt.py --config examples/gpt.toml
 
 Runs on NCCL where every rank has a GPU, on gloo otherwise, and without torchrun as one plain process.
-``--resume`` continues an interrupted run from its newest checkpoint, bit for bit. Needs matplotlib and tqdm.
+``--resume`` continues an interrupted run from its newest checkpoint, bit for bit; so does torchrun by itself, with
+``--max-restarts``, when a rank dies. With another number of ranks the result is the same to rounding: they share one
+batch. Needs matplotlib and tqdm.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import argparse
 import hashlib
 import json
 import math
+import os
 import shutil
 import sys
 import time
@@ -31,8 +34,6 @@ from tqdm import tqdm
 
 import zero_shard
 
-CHECKPOINT_GLOB = "checkpoint-" + 6 * "[0-9]"
-"""Complete ones only: a save that was killed leaves ``checkpoint-000100.incomplete`` behind."""
 FINAL_LR_FRACTION = 0.1
 KEPT_CHECKPOINTS = 2
 """The newest, and one before it in case the newest turns out to be of no use."""
@@ -49,6 +50,7 @@ class Run:
     optimizer: zero_shard.AdamW
     history: list[dict[str, Any]]  # one entry per logged step, on rank 0 also in metrics.jsonl
     out: Path
+    rows: range  # of the batch, this rank's
 
     @property
     def window_numel(self) -> int:
@@ -62,7 +64,7 @@ def main() -> None:
     settings = read_settings(arguments.config, stage=arguments.stage, steps=arguments.steps, seed=arguments.seed)
     with joined(timeout_s=settings.train.timeout_s) as ranks:
         run = build(settings, ranks, Path(arguments.out))
-        first_step = resume(run) if arguments.resume else start(run)
+        first_step = resume(run) if arguments.resume or must_go_on(run) else start(run)
         last_step = settings.train.steps
         if arguments.stop_after is not None:
             last_step = min(last_step, arguments.stop_after)
@@ -109,7 +111,26 @@ def build(settings: Settings, ranks: Ranks, out: Path) -> Run:
         f"{corpus.training.numel() / 1e6:.1f} MB of text to train on, "
         f"{corpus.held_out.numel() / 1e6:.2f} MB held out"
     )
-    return Run(settings=settings, ranks=ranks, corpus=corpus, model=model, optimizer=optimizer, history=[], out=out)
+    batch, rank, world_size = settings.train.batch, ranks.rank, ranks.world_size
+    if batch < world_size:
+        raise ValueError(f"[train] batch must be at least the number of ranks, {world_size}, got {batch}")
+    rows = range(rank * batch // world_size, (rank + 1) * batch // world_size)
+    return Run(
+        settings=settings,
+        ranks=ranks,
+        corpus=corpus,
+        model=model,
+        optimizer=optimizer,
+        history=[],
+        out=out,
+        rows=rows,
+    )
+
+
+def must_go_on(run: Run) -> bool:
+    """Whether torchrun has started the ranks again after a failure, and there is something to go on from."""
+    was_restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    return was_restarted and zero_shard.latest_checkpoint(run.out) is not None
 
 
 def start(run: Run) -> int:
@@ -131,17 +152,18 @@ def resume(run: Run) -> int:
         FileNotFoundError: There is no checkpoint.
         ValueError: The checkpoint is of another model.
     """
-    checkpoints = sorted(run.out.glob(CHECKPOINT_GLOB))
-    if not checkpoints:
+    if zero_shard.latest_checkpoint(run.out) is None:
         raise FileNotFoundError(f"--resume found no checkpoint in {run.out}; run without --resume first")
-    extra = zero_shard.load(checkpoints[-1], run.model, run.optimizer)
+    extra = zero_shard.load(run.out, run.model, run.optimizer)
     step = int(extra["step"])
     before = {**extra["settings"], "world_size": extra["world_size"], "text": extra["text"]}
     now = {**run.settings.as_dict(), "world_size": run.ranks.world_size, "text": run.corpus.digest}
     # The stage is no part of it: all stages give the same bits.
     changed = [key for key in now if key != "zero" and now[key] != before[key]]
-    run.ranks.say(f"resumed {checkpoints[-1]} at step {step}")
-    if changed:
+    run.ranks.say(f"resumed from the checkpoint in {run.out} at step {step}")
+    if changed == ["world_size"]:
+        run.ranks.say(f"{before['world_size']} ranks before: the run goes on, equal to rounding and not bit for bit")
+    elif changed:
         run.ranks.say(f"{', '.join(changed)} changed since then: the run goes on, but not bit for bit")
     if run.ranks.is_first:
         lines = (run.out / "metrics.jsonl").read_text().splitlines()
@@ -175,22 +197,23 @@ def train(run: Run, first_step: int, last_step: int) -> None:
                 bar.set_postfix_str(describe(entry), refresh=is_terminal)
             bar.update()
             if (step + 1) % config.checkpoint_every == 0 or is_last:
-                save_checkpoint(run, step + 1)
+                pending = save_checkpoint(run, step + 1)
                 log(run, {"step": step + 1, "held_out_loss": evaluate(run)})
                 meter.restart()
+    if first_step < last_step:
+        pending.wait()
 
 
 def take_step(run: Run, step: int) -> tuple[Tensor, Tensor]:
     """Return this rank's loss and the gradient norm over all ranks, both scalars. All ranks call it."""
     config, ranks, optimizer = run.settings.train, run.ranks, run.optimizer
-    rows = range(ranks.rank * config.batch_per_rank, (ranks.rank + 1) * config.batch_per_rank)
-    num_rows = ranks.world_size * config.batch_per_rank
-    windows = run.corpus.training_windows(step, rows, num_rows, run.window_numel, config.seed)
+    windows = run.corpus.training_windows(step, run.rows, config.batch, run.window_numel, config.seed)
     for group in optimizer.param_groups:
         group["lr"] = learning_rate(config, step)
     # Here and not after step(), so that the report at the end finds the gradients still there.
     optimizer.zero_grad()
-    loss = next_byte_loss(run.model, windows.to(ranks.device))
+    # Weighted, so that the mean over ranks is the mean over the batch where it does not divide evenly.
+    loss = next_byte_loss(run.model, windows.to(ranks.device)) * (len(run.rows) * ranks.world_size / config.batch)
     loss.backward()
     grad_norm = optimizer.clip_grad_norm_(config.max_grad_norm)
     optimizer.step()
@@ -203,7 +226,7 @@ class Meter:
     def __init__(self, run: Run) -> None:
         self.ranks = run.ranks
         self.optimizer = run.optimizer
-        self.tokens_per_step = run.ranks.world_size * run.settings.train.batch_per_rank * run.settings.model.context
+        self.tokens_per_step = run.settings.train.batch * run.settings.model.context
         self.restart()
 
     def restart(self) -> None:
@@ -259,8 +282,8 @@ def evaluate(run: Run) -> float:
     config, ranks = run.settings.train, run.ranks
     windows = run.corpus.held_out_windows(config.held_out_windows, run.window_numel)
     loss_sum = torch.zeros((), dtype=torch.float64, device=ranks.device)
-    for first in range(0, len(windows), ranks.world_size * config.batch_per_rank):
-        own = windows[first + ranks.rank * config.batch_per_rank :][: config.batch_per_rank]
+    for first in range(0, len(windows), config.batch):
+        own = windows[first : first + config.batch][run.rows.start : run.rows.stop]
         # A rank that has no windows left still takes part, with one that does not count.
         loss = next_byte_loss(run.model, (own if len(own) else windows[:1]).to(ranks.device))
         loss_sum += loss.double() * len(own)
@@ -280,20 +303,18 @@ def sample(run: Run) -> str:
     return bytes(text).decode(errors="replace")
 
 
-def save_checkpoint(run: Run, step: int) -> None:
-    """Save everything the run needs to go on after ``step``. All ranks call it."""
-    zero_shard.save(
+def save_checkpoint(run: Run, step: int) -> zero_shard.PendingSave:
+    """Begin to save everything the run needs to go on after ``step``. All ranks call it."""
+    return zero_shard.async_save(
         run.out / f"checkpoint-{step:06}",
         run.model,
         run.optimizer,
+        keep=KEPT_CHECKPOINTS,
         step=step,
         settings=run.settings.as_dict(),
         world_size=run.ranks.world_size,
         text=run.corpus.digest,
     )
-    if run.ranks.is_first:
-        for stale in sorted(run.out.glob(CHECKPOINT_GLOB))[:-KEPT_CHECKPOINTS]:
-            shutil.rmtree(stale)
 
 
 def log(run: Run, entry: dict[str, Any]) -> None:

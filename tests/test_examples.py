@@ -34,7 +34,7 @@ num_heads = 2
 
 [train]
 steps = 30
-batch_per_rank = 4
+batch = 8
 lr = 1e-2
 warmup_steps = 3
 checkpoint_every = 10
