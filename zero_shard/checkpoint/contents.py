@@ -76,6 +76,10 @@ class Names:
             raise ValueError("a parameter of the optimizer is not in the module; pass the module that owns all of them")
         return self.of_param[param][0]
 
+    def everything(self) -> dict[str, None]:
+        """Return the names of all parameters and buffers, in order."""
+        return dict.fromkeys([*(name for of_param in self.of_param.values() for name in of_param), *self.others])
+
     def first_of_tied(self) -> dict[str, str]:
         """Return the first name of every parameter by its other ones."""
         return {other: first for first, *rest in self.of_param.values() for other in rest}

@@ -2,11 +2,14 @@
 
 {"model": {...}, "optim": {"state": {...}, "param_groups": [...]}}     get_state_dict, as DCP flattens it
 "optim": {"state.<name>.exp_avg": ..., "param_groups.<name>.lr": ...}  with flatten_optimizer_state_dict=True
+"optim": {"state": {0: {...}}, "param_groups": [{"params": [0], ...}]} of a plain optimizer's state_dict
+{"app": {"model": ..., "optim": ...}}                                  all of it one level down
+{<name>: ...}                                                          a model's state dict alone
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +28,7 @@ class Index:
     Args:
         metadata: DCP's.
         reader: Of the same checkpoint.
+        names: Of all that the model's state dict holds.
         first_name: Other name of a tied parameter -> its first one.
     Attributes:
         weights: Name -> key, of all that a model's state dict holds.
@@ -33,7 +37,9 @@ class Index:
         averages: What the user passed -> name -> key.
     """
 
-    def __init__(self, metadata: Metadata, reader: Reader, first_name: Mapping[str, str]) -> None:
+    def __init__(
+        self, metadata: Metadata, reader: Reader, names: Collection[str], first_name: Mapping[str, str]
+    ) -> None:
         self._entries, self._reader, self._first_name = metadata.state_dict_metadata, reader, first_name
         self.weights: dict[str, str] = {}
         self.state: dict[str, dict[str, str]] = {}
@@ -41,20 +47,27 @@ class Index:
         self.averages: dict[str, dict[str, str]] = {}
         self._groups: dict[int, dict[str, str]] = {}
         self._flat_groups: dict[str, dict[str, str]] = {}
+        self._numbered: dict[int, str] = {}
         paths = metadata.planner_data or {}
-        has_model = any(key.startswith("model.") for key in self._entries)
+        prefix = "model." if self.is_ours else _model_prefix(self._entries, names)
+        above = prefix.removesuffix("model.")  # of a tree that lies within another
+        depth = above.count(".")
         for key in self._entries:
-            path = tuple(paths.get(key, (key,)))
-            head, _, rest = key.partition(".")
-            if head in _OPTIMIZER_KEYS:
+            path = tuple(paths.get(key, (key,)))[depth:]
+            head, _, rest = key.removeprefix(above).partition(".")
+            if key in names and not prefix:
+                self.weights[key] = key
+            elif not key.startswith(above):
+                continue
+            elif head in _OPTIMIZER_KEYS:
                 self._add_optimizer_key(key, path, rest)
             elif head == "extra":
                 self.extras[rest] = key
             elif head == "averages":
                 self.averages.setdefault(str(path[1]), {})[str(path[-1])] = key
-            elif head == "model" and has_model:
+            elif prefix and head == "model":
                 self.weights[rest] = key
-            elif not has_model and head not in _APART:
+            elif not prefix and head not in _APART:
                 self.weights[key] = key
 
     def _add_optimizer_key(self, key: str, path: tuple[Any, ...], rest: str) -> None:
@@ -67,6 +80,27 @@ class Index:
             self._groups.setdefault(path[2], {})[str(path[3])] = key
         elif part == "param_groups" and name:
             self._flat_groups.setdefault(name, {})[option] = key
+
+    def name_numbered(self, names: Sequence[Sequence[str]]) -> None:
+        """Give parameters that a plain optimizer numbered the names that those at the same places have here.
+
+        Args:
+            names: Of the parameters of the groups that are expected.
+        Raises:
+            ValueError: The checkpoint's groups are not as long.
+        """
+        stored = [self.value(group["params"]) for _, group in sorted(self._groups.items()) if "params" in group]
+        if not any(isinstance(number, int) for group in stored for number in group):
+            return
+        if [len(group) for group in stored] != [len(group) for group in names]:
+            raise ValueError(
+                f"the checkpoint's groups hold {[len(group) for group in stored]} parameters, expected "
+                f"{[len(group) for group in names]}; build the optimizer with the same groups in the same order"
+            )
+        pairs = zip(stored, names, strict=True)
+        self._numbered = {number: name for group in pairs for number, name in zip(*group, strict=True)}
+        by_text = {str(number): name for number, name in self._numbered.items()}
+        self.state = {by_text.get(number, number): kinds for number, kinds in self.state.items()}
 
     @property
     def is_ours(self) -> bool:
@@ -105,7 +139,8 @@ class Index:
             found = [
                 {option: self.value(key) for option, key in group.items()} for _, group in sorted(self._groups.items())
             ]
-            stored = [[self._first_name.get(name, name) for name in group.pop("params", [])] for group in found]
+            known: dict[Any, str] = {**self._first_name, **self._numbered}
+            stored = [[known.get(name, name) for name in group.pop("params", [])] for group in found]
             if stored != [list(group) for group in names]:
                 raise ValueError(
                     f"the checkpoint's groups hold {_shown(stored)}, expected {_shown(names)}; build the optimizer "
@@ -135,6 +170,17 @@ class Index:
         key = f"random.{rank}"
         states: dict[str, Any] | None = self.value(key) if key in self._entries else None
         return states
+
+
+def _model_prefix(entries: Collection[str], names: Collection[str]) -> str:
+    """Return what the keys of weights begin with: "model.", the same one level down, or nothing."""
+    first = next(iter(names), "")
+    found = {key.removesuffix(first) for key in entries if key.endswith(first)}
+    found = {prefix for prefix in found if prefix in ("", "model.") or prefix.endswith(".model.")}
+    default = "model." if any(key.startswith("model.") for key in entries) else ""
+    return max(
+        sorted(found, key=len), key=lambda prefix: sum(prefix + name in entries for name in names), default=default
+    )
 
 
 def _shown(groups: Sequence[Sequence[str]]) -> str:

@@ -113,7 +113,7 @@ class _Job:
         self._module, self._optimizer, self._reader = module, optimizer, reader
         self._names = Names(module)
         self._metadata: Metadata = reader.read_metadata()
-        self._index = Index(self._metadata, reader, self._names.first_of_tied())
+        self._index = Index(self._metadata, reader, self._names.everything(), self._names.first_of_tied())
         if self._index.is_ours and not directory.manifest["files"]:
             raise FileNotFoundError(f"{directory.path / MANIFEST} is missing: the checkpoint is damaged")
         self._holders = holders(module)
@@ -132,6 +132,8 @@ class _Job:
         Raises:
             ValueError: The checkpoint is of another model, or something is missing.
         """
+        if self._optimizer is not None:
+            self._index.name_numbered(self._names.of_groups(self._optimizer.param_groups))
         keys = self._weight_keys()
         for slot in self._slots:
             if slot.param.numel():
@@ -176,8 +178,7 @@ class _Job:
             raise ValueError(f"{key} has {found} in the checkpoint, expected shape {tuple(expected)}")
 
     def _check_unexpected(self) -> None:
-        names = self._names
-        known = {name for of_param in names.of_param.values() for name in of_param} | names.others.keys()
+        known = self._names.everything()
         for name in self._index.weights:
             if name not in known and name.rpartition(".")[2] != "_extra_state":
                 raise ValueError(
