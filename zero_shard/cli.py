@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import zero_shard
 from zero_shard import doctor
+from zero_shard.checkpoint import command as ckpt
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -21,6 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     examine.add_argument("--json", action="store_true", help="print JSON")
     examine.set_defaults(run=lambda given: doctor.run(is_json=given.json))
+    ckpt.register(commands)
     given = parser.parse_args(arguments)
     code: int = given.run(given)
     return code

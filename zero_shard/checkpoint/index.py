@@ -149,6 +149,19 @@ class Index:
             return found
         return [self._flat_group(group) for group in names]
 
+    def stored_groups(self) -> list[dict[str, Any]]:
+        """Return the groups as they were saved, ``params`` by name; where they have no numbers, by equal options."""
+        if self._groups:
+            return [{each: self.value(key) for each, key in group.items()} for _, group in sorted(self._groups.items())]
+        groups: list[tuple[dict[str, Any], list[str]]] = []
+        for name, keys in self._flat_groups.items():
+            options = {option: self.value(key) for option, key in keys.items()}
+            names = next((names for others, names in groups if others == options), None)
+            if names is None:
+                groups.append((options, names := []))
+            names.append(name)
+        return [{**options, "params": names} for options, names in groups]
+
     def _flat_group(self, names: Sequence[str]) -> dict[str, Any]:
         options = [
             {option: self.value(key) for option, key in self._flat_groups.get(name, {}).items()} for name in names
