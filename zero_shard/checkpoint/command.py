@@ -15,6 +15,7 @@ import torch
 
 from zero_shard.checkpoint.directory import Directory, latest_checkpoint
 from zero_shard.checkpoint.exporting import check_free, export_safetensors, export_torch
+from zero_shard.checkpoint.importing import FORMATS, read_foreign, write_imported
 from zero_shard.checkpoint.inspection import damage_of, describe, describe_all, lines_of, text_of
 from zero_shard.checkpoint.stored import checkpoints_in, open_stored
 
@@ -41,6 +42,12 @@ def register(commands: Any) -> None:
         "--max-shard-size", type=_nbytes, default="5GB", metavar="SIZE", help="of a safetensors file (default 5GB)"
     )
     export.add_argument("--config", type=Path, metavar="DIR", help="copy config.json and the tokenizer from there")
+    imported = _add(actions, "import", _import, "turn a checkpoint of another library into one of zero_shard")
+    imported.add_argument("out", type=Path, help="checkpoint that is made")
+    imported.add_argument("--format", choices=[*FORMATS, "auto"], default="auto")
+    imported.add_argument(
+        "--names", type=Path, metavar="FILE", help="names of the parameters, as the optimizer got them, one a line"
+    )
 
 
 def _add(actions: Any, name: str, run: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
@@ -103,6 +110,15 @@ def _export(given: argparse.Namespace) -> int:
         else:
             notes = export_safetensors(stored, given.out, dtype, given.max_shard_size, given.config)
     _report(notes, f"{given.out}: the weights of {path}")
+    return 0
+
+
+def _import(given: argparse.Namespace) -> int:
+    check_free(given.out)
+    names = given.names.read_text(encoding="utf-8").split() if given.names is not None else None
+    imported = read_foreign(given.path, given.format, names)
+    write_imported(imported, given.out)
+    _report(imported.notes, f"{given.out}: {len(imported.tensors)} tensors of {given.path}")
     return 0
 
 
