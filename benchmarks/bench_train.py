@@ -161,6 +161,10 @@ def write(report: dict[str, Any], out: Path) -> None:
 
 def _describe(given: argparse.Namespace, words: Sequence[str]) -> dict[str, Any]:
     facts = environment(public_command("bench_train.py", words))
+    if is_rank():  # of a torchrun that somebody else has started
+        nodes, ranks = os.environ.get("GROUP_WORLD_SIZE", "1"), os.environ.get("LOCAL_WORLD_SIZE", "1")
+        launcher = f"torchrun --nnodes {nodes} --nproc-per-node {ranks} "
+        facts["command"] = launcher + facts["command"].removeprefix("python ")
     return {**facts, "threads": given.threads, "device": given.device, "scaling": given.scaling}
 
 

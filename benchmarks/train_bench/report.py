@@ -71,11 +71,12 @@ def _run_lines(run: dict[str, Any]) -> list[str]:
         "",
     ]
     lines += [f"- {row.name}: not measured: {row.missing}" for row in rows if row.missing]
+    lines += [""] * (lines[-1] != "")
     waited = [(entry["name"], waited_by_phase(entry)) for entry in run["entries"]]
     cells = [[name, *(number(ms, ".1f") for ms in phases)] for name, phases in waited if phases]
     if cells:
-        lines += ["", "Milliseconds waited, by phase:", "", *table(["implementation", *PHASES], cells)]
-    lines += ["", *(f"- {entry['name']}: {entry['description']}" for entry in run["entries"]), ""]
+        lines += ["Milliseconds waited, by phase:", "", *table(["implementation", *PHASES], cells), ""]
+    lines += [*(f"- {entry['name']}: {entry['description']}" for entry in run["entries"]), ""]
     return lines
 
 
