@@ -26,7 +26,7 @@ from typing import Any
 RANK_SCRIPT = Path(__file__).with_name("hosts_rank.py")
 DEVICE = "wire0"  # the end of the veth pair in every host
 _PORT = 29555
-_NUM_HOSTS = 2
+_NUM_HOSTS = _NUM_LOCAL = 2
 
 # What is compared by default: config, micro-batches per step.
 DEFAULT_WAYS: list[dict[str, Any]] = [
@@ -92,34 +92,28 @@ class Hosts:
                     os.kill(int(pid), 9)
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
 
-    def torchrun(self, script: Path, arguments: Sequence[str], num_local: int, limit_s: float, folder: Path) -> str:
-        """Run a script under one torchrun per host; return what they have printed, kept in ``folder``.
+    def torchrun(
+        self, script: Path, arguments: Sequence[str], folder: Path, expected: Sequence[Path], limit_s: float
+    ) -> str:
+        """Run a script under one torchrun per host, two ranks each; return what they have printed.
 
-        Raises:
-            TimeoutError: It has not ended after ``limit_s``; the text is what has been printed.
+        Blocks until the expected files are there, all has ended, or the limit is reached.
         """
         for host, name in enumerate(self.names):
             command = ["ip", "netns", "exec", name, sys.executable, "-m", "torch.distributed.run"]
-            command += ["--nnodes", str(_NUM_HOSTS), "--nproc-per-node", str(num_local), "--rdzv-id", "hosts"]
+            command += ["--nnodes", str(_NUM_HOSTS), "--nproc-per-node", str(_NUM_LOCAL), "--rdzv-id", "hosts"]
             command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{address(0)}:{_PORT}"]
             command += ["--rdzv-conf", f"is_host={int(host == 0)}"]
             command += ["--local-addr", address(host), str(script), *arguments]
             environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": DEVICE}
             with (folder / f"host{host}.log").open("w", encoding="utf-8") as log:
-                self._processes.append(
-                    subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
-                )
-        deadline = time.monotonic() + limit_s
-        is_over = True
-        for process in self._processes:
-            try:
-                process.wait(max(0.1, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                is_over = False
-        printed = "\n".join(f"--- {path.name}\n{path.read_text()}" for path in sorted(folder.glob("host*.log")))
-        if not is_over:
-            raise TimeoutError(f"torchrun has not ended after {limit_s:g} s\n{printed}")
-        return printed
+                self._processes.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT))
+        deadline, has_ended = time.monotonic() + limit_s, False
+        # Without its link torchrun waits for long for the other one to say goodbye.
+        while not has_ended and not all(path.exists() for path in expected) and time.monotonic() < deadline:
+            time.sleep(0.1)
+            has_ended = all(process.poll() is not None for process in self._processes)
+        return "\n".join(f"--- {path.name}\n{path.read_text()}" for path in sorted(folder.glob("host*.log")))
 
 
 def address(host: int) -> str:
@@ -136,13 +130,13 @@ def measure(ways: Sequence[dict[str, Any]], limit_s: float, **settings: Any) -> 
     Raises:
         RuntimeError: A rank has found nothing; the text is what it has printed.
     """
-    num_ranks = 2 * _NUM_HOSTS
-    with tempfile.TemporaryDirectory(prefix="zero-shard-hosts-") as folder, Hosts() as hosts:
-        plan = {"ways": list(ways), "folder": folder, "device": DEVICE, **settings}
-        printed = hosts.torchrun(RANK_SCRIPT, [json.dumps(plan)], 2, limit_s, Path(folder))
-        paths = [Path(folder) / f"{rank}.json" for rank in range(num_ranks)]
+    with tempfile.TemporaryDirectory(prefix="zero-shard-hosts-") as place, Hosts() as hosts:
+        folder = Path(place)
+        paths = [folder / f"{rank}.json" for rank in range(_NUM_LOCAL * _NUM_HOSTS)]
+        plan = {"ways": list(ways), "folder": place, "device": DEVICE, **settings}
+        printed = hosts.torchrun(RANK_SCRIPT, [json.dumps(plan)], folder, paths, limit_s)
         if not all(path.exists() for path in paths):
-            raise RuntimeError(f"a rank has written nothing:\n{printed}")
+            raise RuntimeError(f"a rank has written nothing in {limit_s:g} s:\n{printed}")
         return [json.loads(path.read_text(encoding="utf-8")) for path in paths]
 
 

@@ -101,6 +101,7 @@ def count(plan: Plan, way: dict[str, Any]) -> dict[str, Any]:
             link.append(sent_over(plan.device) - before)
     usage = training.optimizer.usage()
     row = {**way, "link_nbytes": min(link), "sent_nbytes": usage.sent_nbytes, "floor_nbytes": usage.floor_sent_nbytes}
+    row["across_nbytes"] = usage.sent_across_nbytes
     row["params_nbytes"] = sum(param.numel() for param in training.model.parameters()) * 4
     if is_slowed:
         row["step_s"] = timed(plan, training)
@@ -155,7 +156,9 @@ def main() -> None:
     found["params_nbytes"] = found["rows"][0]["params_nbytes"] if found["rows"] else 0
     if plan.drop_link:
         found["lost"] = lose_link(plan)
-    Path(plan.folder, f"{dist.get_rank()}.json").write_text(json.dumps(found), encoding="utf-8")
+    path = Path(plan.folder, f"{dist.get_rank()}.json")
+    path.with_suffix(".part").write_text(json.dumps(found), encoding="utf-8")
+    path.with_suffix(".part").rename(path)
     if not plan.drop_link:
         dist.destroy_process_group()
     sys.stdout.flush()

@@ -30,5 +30,11 @@ def found() -> list[dict[str, Any]]:
 
 def test_print(found: list[dict[str, Any]]) -> None:
     for row in found[0]["rows"]:
-        print(row["config"], row["num_micros"], row["link_nbytes"] / row["params_nbytes"], row["sent_nbytes"] / row["floor_nbytes"], row["step_s"])
+        print(
+            row["config"],
+            row["num_micros"],
+            row["link_nbytes"] / row["params_nbytes"],
+            row["sent_nbytes"] / row["floor_nbytes"],
+            row["step_s"],
+        )
     print([(each["lost"]) for each in found])

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from zero_shard import ops
 from zero_shard.agreement import build_on_all_ranks, facts_of, facts_of_group
 from zero_shard.clipping import Clip
-from zero_shard.collectives import Communicator, ProcessGroup
-from zero_shard.config import ZeroConfig, load_config
+from zero_shard.collectives import Communicator, ProcessGroup, Ranks
+from zero_shard.config import ZeroConfig, load_config, with_shard_size
 from zero_shard.construction import Builder, check_amsgrad
 from zero_shard.copying import copy_bucket
 from zero_shard.groups import pack_groups
@@ -47,7 +47,8 @@ class AdamW(torch.optim.AdamW):
         lr, betas, eps, weight_decay, amsgrad, maximize: As in torch, per group.
         module: The model; needed by stage 3, welcome at every stage (names, buffers).
         config: A ZeroConfig, a mapping of its fields, or the path of a TOML, YAML or JSON file.
-        process_group: The ranks that train together; None = the default group; no group at all = a world of one.
+        process_group: The ranks that train together: a process group or a device mesh of one dimension, or of two,
+            (replicate, shard), which sets ``shard_size``. None = the default group; no group at all = a world of one.
     Raises:
         ValueError, TypeError: Bad argument or config, or ranks that differ; on every rank.
         NotImplementedError: A complex or sparse parameter, by name.
@@ -79,13 +80,13 @@ class AdamW(torch.optim.AdamW):
         fused: bool | None = None,
         module: nn.Module | None = None,
         config: Any = None,
-        process_group: ProcessGroup | None = None,
+        process_group: Ranks | None = None,
     ) -> None:
         self._is_built = False
         communicator = Communicator(process_group)
 
         def build() -> dict[str, str]:
-            self.config: ZeroConfig = load_config(config)
+            self.config: ZeroConfig = with_shard_size(load_config(config), communicator.shard_size)
             if differentiable:
                 raise NotImplementedError("differentiable=True is not available; use torch.optim.AdamW for it")
             super(AdamW, self).__init__(
@@ -134,7 +135,6 @@ class AdamW(torch.optim.AdamW):
         self.held = HeldState(self, communicator, self._stage, self._reducer, self._tables, self._tenure)
         is_checked = self.config.check == "every_step"
         self._update = Update(self.held, self._reducer, self._tables, self._kernels, is_checked)
-        self._sent_before_step = self._sent_in_step = 0
         self._join_config: Any = None  # set by torch.distributed.algorithms.Join
         self._join_hook: JoinHook | None = None
 
@@ -293,8 +293,7 @@ class AdamW(torch.optim.AdamW):
                 self._update.run(self.param_groups, Factors(self._clip.coefficient, self._skip.found_inf))
         self._clip.coefficient = self._skip.found_inf = None
         self._reducer.after_step()
-        self._sent_in_step = self._communicator.sent_nbytes - self._sent_before_step
-        self._sent_before_step = self._communicator.sent_nbytes
+        self._communicator.end_step()
         return loss
 
     def _adopt_unfrozen(self) -> None:
@@ -395,5 +394,5 @@ class AdamW(torch.optim.AdamW):
     def usage(self) -> Usage:
         """Return this rank's bytes: model state promised and held now, sent at the least and sent in the last step."""
         beside_nbytes = self._reducer.gradients.held_nbytes() + self._tables.steps.nbytes
-        num_ranks = self._communicator.num_ranks
-        return usage_of(self._reducer.buckets, self.config, num_ranks, beside_nbytes, self._sent_in_step)
+        hops = [hop.num_ranks for hop in self._communicator.reduce_hops]
+        return usage_of(self._reducer.buckets, self.config, hops, beside_nbytes, self._communicator.sent_in_step)

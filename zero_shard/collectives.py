@@ -9,13 +9,16 @@ kernel then adds in rank order in fp32:
     rank 1   [b0 | b1]           rank 1 receives a1, b1  -> (a1 + b1) / W
 
 Messages are point to point and tagged by bucket, so that ranks whose hooks fire in another order still match.
-On NCCL the native calls are used: in one node they run at the speed of the links, and they order themselves.
+On NCCL the native calls are used: they run at the speed of the links, and their rings cross each link between hosts
+once. The slices above would cross it once for every pair of ranks, so between hosts they take two hops: see Note [Two
+hops] in ``topology.py``.
 """
 
 from __future__ import annotations
 
 import copy
 import os
+import socket
 import sys
 import threading
 import weakref
@@ -28,10 +31,14 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from zero_shard.topology import common_host_grid, shard_groups
 
 from zero_shard.roll_call import RollCall
 
 ProcessGroup = dist.ProcessGroup
+Ranks = ProcessGroup | DeviceMesh  # that train together
 
 # Called with a label before each collective; tests set it to inject delays.
 before_collective: Callable[[str], None] | None = None
@@ -41,22 +48,37 @@ _TAG_BASE = 0x5A0000  # keeps our messages apart from those a user sends with sm
 _TAGS_PER_OPTIMIZER = 1 << 20
 _NUM_TAG_SPACES = 256
 _num_built: weakref.WeakKeyDictionary[ProcessGroup, int] = weakref.WeakKeyDictionary()
-_sub_groups: weakref.WeakKeyDictionary[ProcessGroup, dict[tuple[int, ...], ProcessGroup]] = weakref.WeakKeyDictionary()
+_sub_groups: weakref.WeakKeyDictionary[ProcessGroup, dict[tuple[Any, ...], ProcessGroup]] = weakref.WeakKeyDictionary()
+_hosts: weakref.WeakKeyDictionary[ProcessGroup, list[str]] = weakref.WeakKeyDictionary()
 _control_groups: weakref.WeakKeyDictionary[ProcessGroup, ProcessGroup] = weakref.WeakKeyDictionary()
 _background_groups: weakref.WeakKeyDictionary[ProcessGroup, ProcessGroup] = weakref.WeakKeyDictionary()
 _ROLL_CALL_SHARE = 0.75  # of the time after which collectives give up
 
 
 class Pending:
-    """Communication that has been started; ``wait`` ends it. Keeps its tensors alive until then."""
+    """Communication that has been started; ``wait`` ends it. Keeps its tensors alive until then.
+
+    Args:
+        label: What is waited for.
+        works: Handles of torch.
+        tensors: That are read or written meanwhile.
+        is_native: The wait does not block the host.
+        then: Starts a second hop, whose end is waited for, too.
+    """
 
     def __init__(
-        self, label: str, works: Sequence[Any] = (), tensors: Sequence[Tensor] = (), is_native: bool = False
+        self,
+        label: str,
+        works: Sequence[Any] = (),
+        tensors: Sequence[Tensor] = (),
+        is_native: bool = False,
+        then: Callable[[], Pending] | None = None,
     ) -> None:
         self._label, self._works, self._tensors = label, list(works), list(tensors)
-        self._is_native = is_native
+        self._is_native, self._then = is_native, then
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
+        self._second_hop: Pending | None = None
 
     def wait(self, patience_s: float | None = None) -> bool:
         """Block until done (on a GPU: make the current stream wait), or until patience ends; return whether it is done.
@@ -78,7 +100,10 @@ class Pending:
         if self._error is not None:
             raise _peer_missing(self._label, self._error) from self._error
         self._tensors = []
-        return True
+        if self._then is not None:
+            then, self._then = self._then, None
+            self._second_hop = then()
+        return self._second_hop is None or self._second_hop.wait(patience_s)
 
     def __del__(self) -> None:
         # gloo wedges the connection if a buffer goes away before its message has come, as when an exception ends a
@@ -103,39 +128,67 @@ def _drain(works: Sequence[Any], tensors: Sequence[Tensor]) -> None:
 
 
 class Hop(NamedTuple):
-    """One group of ranks that reduce together, and the place of this rank in it."""
+    """One group of ranks that reduce or gather together, and the place of this rank in it.
+
+    Attributes:
+        group: That reductions go over.
+        rank: The range that this rank owns of what is reduced or gathered.
+        num_ranks: W.
+        gathers: The group that gathers go over: on NCCL one of its own, since ranks may start gathers and reductions in
+            different orders, and everything in one group has to be in the same.
+        num_remote: How many of the ranks are on other hosts.
+        levels: Where it takes two hops, the one inside this host and the one across hosts; then it has no groups.
+    """
 
     group: ProcessGroup | None
     rank: int
     num_ranks: int
+    gathers: ProcessGroup | None = None
+    num_remote: int = 0
+    levels: tuple[Hop, ...] = ()
+
+
+_ALONE = Hop(None, 0, 1)
 
 
 class Communicator:
     """The ranks of one optimizer: a shard group (who splits the state) and a replica group (who repeats it).
 
     Args:
-        process_group: All ranks that train together; None = the default group, or a world of one without any.
-        num_shards: Ranks per shard group S; W / S replicas. Ranks of a shard group are neighbours.
+        ranks: All ranks that train together: a process group or a device mesh; None = the default group, or a world
+            of one without any. A mesh of two dimensions says which ranks are replicas (first) and which share one copy.
+    Attributes:
+        shard_size: What a mesh of two dimensions says it is; None without one.
+        reduce_hops: Of a gradient, in order: inside the shard group, then across replicas. Set by `split`.
+        sent_nbytes, sent_across_nbytes: By this rank since the last step; of them to ranks on other hosts.
+        sent_in_step: The same from the last step but one to the last step.
     Raises:
-        ValueError: S does not divide the number of ranks W.
+        ValueError: This rank is not among them, or a mesh has other dimensions.
+        RuntimeError: A launcher has started several processes, but there is no process group.
     """
 
-    def __init__(self, process_group: ProcessGroup | None) -> None:
-        if process_group is None and not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    def __init__(self, ranks: Ranks | None) -> None:
+        if ranks is None and not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise RuntimeError(
                 f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but there is no process group: every process would train "
                 "a model of its own; call torch.distributed.init_process_group first"
             )
-        if process_group is None and dist.is_available() and dist.is_initialized():
-            process_group = dist.group.WORLD
-        self.group = process_group
+        if ranks is None and dist.is_available() and dist.is_initialized():
+            ranks = dist.group.WORLD
+        self._rows: list[list[int]] | None = None  # shard groups of a mesh, as positions
+        if isinstance(ranks, DeviceMesh):
+            ranks, self._rows = _group_of_mesh(ranks)
+        process_group: ProcessGroup | None = ranks
+        self.shard_size = None if self._rows is None else len(self._rows[0])
+        self.group: ProcessGroup | None = process_group
         self.num_ranks = dist.get_world_size(process_group) if process_group is not None else 1
         self.rank = dist.get_rank(process_group) if process_group is not None else 0
         if self.rank < 0:
             raise ValueError("process_group does not contain this rank; build the optimizer on its members only")
-        self.shards = Hop(process_group, self.rank, self.num_ranks)
-        self.replicas = Hop(None, 0, 1)
-        self.sent_nbytes = 0
+        self.shards = self.replicas = _ALONE
+        self.reduce_hops: list[Hop] = []
+        self.sent_nbytes = self.sent_across_nbytes = 0
+        self.sent_in_step = (0, 0)
         self.number = self._next_number()
         self._num_background = 0
         self._native_devices = {device for device, backend in _backends(process_group).items() if backend == "nccl"}
@@ -146,8 +199,9 @@ class Communicator:
         """Return the communicator of a process that needs no other."""
         alone = cls.__new__(cls)
         alone.group = alone.control = None
-        alone.rank, alone.num_ranks, alone.number, alone.sent_nbytes = 0, 1, 0, 0
-        alone.shards = alone.replicas = Hop(None, 0, 1)
+        alone.rank, alone.num_ranks, alone.number = 0, 1, 0
+        alone.sent_nbytes = alone.sent_across_nbytes = 0
+        alone.shards = alone.replicas = _ALONE
         return alone
 
     @cached_property
@@ -181,30 +235,70 @@ class Communicator:
         return copied
 
     def split(self, num_shards: int) -> None:
-        """Form shard groups of ``num_shards`` neighbours and replica groups across them. All ranks call."""
+        """Form shard groups of ``num_shards`` neighbours and replica groups across them. All ranks call.
+
+        Raises:
+            ValueError: It does not divide the number of ranks.
+        """
         if self.num_ranks % num_shards:
             raise ValueError(f"shard_size must divide the {self.num_ranks} ranks, got {num_shards}")
-        if num_shards == self.num_ranks:
+        if self.num_ranks == 1:
             return
-        shard_rank, replica = self.rank % num_shards, self.rank // num_shards
-        if num_shards == 1:
-            self.shards, self.replicas = Hop(None, 0, 1), Hop(self.group, self.rank, self.num_ranks)
-            return
+        hosts = self._hosts_of_ranks()
+        rows = self._rows if num_shards == self.shard_size else None
+        rows = rows or shard_groups(self.num_ranks, num_shards)
+        columns = [list(column) for column in zip(*rows, strict=True)]
+        self.shards = self._hop(rows, hosts)
+        self.replicas = self._hop(columns, hosts)
+        hops = [hop.levels or (hop,) for hop in (self.shards, self.replicas) if hop.num_ranks > 1]
+        self.reduce_hops = [level for levels in hops for level in levels]
+
+    def _hop(self, groups: Sequence[Sequence[int]], hosts: Sequence[str]) -> Hop:
+        """Return the hop over the one of these groups (of positions) that has this rank. All ranks call."""
+        groups = [sorted(group) for group in groups]  # as the ranks of a process group are
+        own = next(group for group in groups if self.rank in group)
+        if len(own) == 1:
+            return _ALONE
+        num_remote = sum(hosts[position] != hosts[self.rank] for position in own)
+        grid = None if self._native_devices else common_host_grid([[hosts[p] for p in group] for group in groups])
+        if grid is None:
+            group, gathers = self._sub_group(own), None
+            if self._native_devices:
+                gathers = self._sub_group(own, "gathers")
+            return Hop(group, own.index(self.rank), len(own), gathers or group, num_remote)
+        inside = [[group[place] for place in row] for group in groups for row in grid]
+        across = [[group[place] for place in column] for group in groups for column in zip(*grid, strict=True)]
+        levels = (self._hop(inside, hosts), self._hop(across, hosts))
+        rank = levels[0].rank * levels[1].num_ranks + levels[1].rank
+        return Hop(None, rank, len(own), None, num_remote, levels)
+
+    def _sub_group(self, positions: Sequence[int], kind: str = "") -> ProcessGroup:
         assert self.group is not None
+        if len(positions) == self.num_ranks and not kind:
+            return self.group
         members = dist.get_process_group_ranks(self.group)
-        start, timeout = replica * num_shards, _timeout_of(self.group)
-        shard_members, replica_members = members[start : start + num_shards], members[shard_rank::num_shards]
-        shard_group = _sub_group(self.group, shard_members, timeout)
-        replica_group = _sub_group(self.group, replica_members, timeout)
-        self.shards = Hop(shard_group, shard_rank, num_shards)
-        self.replicas = Hop(replica_group, replica, self.num_ranks // num_shards)
+        return _sub_group(self.group, [members[position] for position in positions], kind)
+
+    def _hosts_of_ranks(self) -> list[str]:
+        """Return the host of each rank. All ranks call; blocks the first time."""
+        assert self.group is not None
+        if self.group not in _hosts:
+            _hosts[self.group] = self.gather_objects(name_of_host(), "the hosts of the ranks")
+        return _hosts[self.group]
 
     def copy(self) -> Communicator:
         """Return a communicator over the same groups for another optimizer. Local."""
         copied = copy.copy(self)
         vars(copied).pop("_first_tag", None)
-        copied.number, copied.sent_nbytes = self._next_number(), 0
+        copied.number = self._next_number()
+        copied.end_step()
+        copied.end_step()
         return copied
+
+    def end_step(self) -> None:
+        """Note that a step is over; the next one counts from zero. Local."""
+        self.sent_in_step = (self.sent_nbytes, self.sent_across_nbytes)
+        self.sent_nbytes = self.sent_across_nbytes = 0
 
     def _next_number(self) -> int:
         """Number the optimizers on one group in the order in which this rank made them."""
@@ -240,7 +334,7 @@ class Communicator:
         """
         _announce(label)
         numel = full.numel() // hop.num_ranks
-        self.sent_nbytes += (hop.num_ranks - 1) * numel * full.element_size()
+        self._count(hop, numel * full.element_size())
         if full.device.type in self._native_devices:
             total = full.new_empty(1, numel)
             reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
@@ -262,25 +356,43 @@ class Communicator:
         return slices, Pending(label, works, [full, slices])
 
     def all_gather_(self, hop: Hop, full: Tensor, tag: int, label: str) -> Pending:
-        """Start to fill ``full`` [N] in place from the slices that the ranks of the hop own. All of them call."""
+        """Start to fill ``full`` [N] in place from the slices that the ranks of the hop own. All of them call.
+
+        Where it takes two hops, the one inside the host starts when the other one is waited for.
+        """
         if hop.num_ranks == 1:
             return Pending(label)
         _announce(label)
+        if not hop.levels:
+            return self._gather(hop, full, tag, label)
+        inside, across = hop.levels
+        numel = full.numel() // inside.num_ranks
+        region = full[inside.rank * numel : (inside.rank + 1) * numel]
+        return self._gather(across, region, tag, label, then=lambda: self._gather(inside, full, tag, label))
+
+    def _gather(
+        self, hop: Hop, full: Tensor, tag: int, label: str, then: Callable[[], Pending] | None = None
+    ) -> Pending:
         numel = full.numel() // hop.num_ranks
         own = full[hop.rank * numel : (hop.rank + 1) * numel]
-        self.sent_nbytes += (hop.num_ranks - 1) * numel * full.element_size()
+        self._count(hop, numel * full.element_size())
         if full.device.type in self._native_devices:
             all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-            work = all_gather(full, own, group=hop.group, async_op=True)
+            work = all_gather(full, own, group=hop.gathers, async_op=True)
             return Pending(label, [work], [full], is_native=True)
         tag += self._first_tag
         peers = [peer for peer in range(hop.num_ranks) if peer != hop.rank]
         works = [
-            _start(label, dist.irecv, full[p * numel : (p + 1) * numel], group=hop.group, group_src=p, tag=tag)
+            _start(label, dist.irecv, full[p * numel : (p + 1) * numel], group=hop.gathers, group_src=p, tag=tag)
             for p in peers
         ]
-        works += [_start(label, dist.isend, own, group=hop.group, group_dst=p, tag=tag) for p in peers]
-        return Pending(label, works, [full])
+        works += [_start(label, dist.isend, own, group=hop.gathers, group_dst=p, tag=tag) for p in peers]
+        return Pending(label, works, [full], then=then)
+
+    def _count(self, hop: Hop, nbytes: int) -> None:
+        """Count a slice that goes to every other rank of a hop."""
+        self.sent_nbytes += (hop.num_ranks - 1) * nbytes
+        self.sent_across_nbytes += hop.num_remote * nbytes
 
     def broadcast_(self, tensor: Tensor, label: str) -> None:
         """Overwrite ``tensor`` on all ranks with that of rank 0; blocks. All ranks call."""
@@ -376,12 +488,46 @@ def _backends(group: ProcessGroup | None) -> dict[str, str]:
     return {device: backend for device, _, backend in pairs}
 
 
-def _sub_group(parent: ProcessGroup, members: list[int], timeout: timedelta) -> ProcessGroup:
-    """Return a group of some ranks of ``parent``, made once and shared by all optimizers on it."""
-    groups = _sub_groups.setdefault(parent, {})
-    if tuple(members) not in groups:
-        groups[tuple(members)] = dist.new_group(members, timeout=timeout, use_local_synchronization=True)
-    return groups[tuple(members)]
+def name_of_host() -> str:
+    """Return what the ranks of one host have in common; under torchrun its agents count as hosts."""
+    return f"{socket.gethostname()} {os.environ.get('GROUP_RANK', '')}"
+
+
+def _group_of_mesh(mesh: DeviceMesh) -> tuple[ProcessGroup, list[list[int]] | None]:
+    """Return the group of all ranks of a mesh and, if it has two dimensions, its shard groups, as positions in it.
+
+    All ranks of the mesh call, each with the part of a larger mesh that it belongs to.
+    """
+    names, shape = mesh.mesh_dim_names, tuple(mesh.mesh.shape)
+    if mesh.get_coordinate() is None:
+        raise ValueError("process_group does not contain this rank; build the optimizer on its members only")
+    if len(shape) == 1:
+        return mesh.get_group(), None
+    is_named = names is not None and not ("replicate" in names[0] and "shard" in names[-1])
+    if len(shape) != 2 or is_named:
+        dimensions = ", ".join(f"{name}={size}" for name, size in zip(names or shape, shape, strict=True))
+        example = f"mesh[{names[0]!r}]" if names else "one made with mesh_dim_names"
+        raise ValueError(
+            f"process_group got a device mesh with the dimensions ({dimensions}), expected one dimension of the ranks "
+            f"that train together on different data, or two: (replicate, shard). Pass a part of it, such as {example}"
+        )
+    members, world = sorted(mesh.mesh.flatten().tolist()), dist.group.WORLD
+    assert world is not None
+    is_whole = len(members) == dist.get_world_size(world)
+    group = world if is_whole else _sub_group(world, members)
+    return group, [sorted(members.index(rank) for rank in row) for row in mesh.mesh.tolist()]
+
+
+def _sub_group(parent: ProcessGroup, members: list[int], kind: str = "") -> ProcessGroup:
+    """Return a group of some ranks of ``parent``, made once and shared by all optimizers on it.
+
+    Args:
+        kind: What goes over it, if not everything.
+    """
+    groups, key = _sub_groups.setdefault(parent, {}), (kind, *members)
+    if key not in groups:
+        groups[key] = dist.new_group(members, timeout=_timeout_of(parent), use_local_synchronization=True)
+    return groups[key]
 
 
 def _timeout_of(group: ProcessGroup) -> timedelta:

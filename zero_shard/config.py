@@ -221,6 +221,22 @@ def load_config(source: Any) -> ZeroConfig:
     raise TypeError(f"config must be a ZeroConfig, a mapping or a path, got {type(source).__name__}: {source!r}")
 
 
+def with_shard_size(config: ZeroConfig, shard_size: int | None) -> ZeroConfig:
+    """Return a config with the ``shard_size`` that a device mesh asks for, if one does.
+
+    Raises:
+        ValueError: It says another one itself.
+    """
+    if shard_size is None or config.shard_size == shard_size:
+        return config
+    if config.shard_size is not None:
+        raise ValueError(
+            f"shard_size is {config.shard_size}, but the shard dimension of the device mesh in process_group has "
+            f"{shard_size} ranks; leave shard_size out"
+        )
+    return config.replace(shard_size=shard_size)
+
+
 def _from_mapping(values: Mapping[str, Any], where: str) -> ZeroConfig:
     names = [field.name for field in dataclasses.fields(ZeroConfig)]
     for key, value in values.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -19,29 +20,31 @@ class Usage(NamedTuple):
         promised_nbytes: Model state (parameters, gradients, moments, master) by the formula. At stage 1 with the full
             gradients that backward leaves; after the step less is held.
         held_nbytes: Model state held right now.
-        floor_sent_nbytes: The least that a step with one backward must send; with ``shard_size``, without what crosses
-            replicas.
+        floor_sent_nbytes: The least that a step with one backward must send.
         sent_nbytes: What has been sent from the last step but one to the last step.
+        sent_across_nbytes: What of it has gone to ranks on other hosts.
     """
 
     promised_nbytes: int
     held_nbytes: int
     floor_sent_nbytes: int
     sent_nbytes: int
+    sent_across_nbytes: int
 
 
 def usage_of(
-    buckets: Sequence[Bucket], config: ZeroConfig, num_ranks: int, beside_nbytes: int, sent_nbytes: int
+    buckets: Sequence[Bucket], config: ZeroConfig, hops: Sequence[int], beside_nbytes: int, sent: tuple[int, int]
 ) -> Usage:
     """Return what this rank holds and sends.
 
     Args:
+        hops: Ranks in each hop of the reduction of a gradient, in order.
         beside_nbytes: Model state held beside the buckets.
-        sent_nbytes: What the last step has sent.
+        sent: What the last step has sent, and what of it to other hosts.
     """
+    num_ranks = math.prod(hops)
     held = sum(bucket.held_nbytes() for bucket in buckets) + beside_nbytes
-    floor = floor_sent_nbytes(buckets, config, num_ranks)
-    return Usage(promised_nbytes(buckets, config, num_ranks), held, floor, sent_nbytes)
+    return Usage(promised_nbytes(buckets, config, num_ranks), held, floor_sent_nbytes(buckets, config, hops), *sent)
 
 
 def promised_nbytes(buckets: Sequence[Bucket], config: ZeroConfig, num_ranks: int) -> int:
@@ -73,23 +76,27 @@ def _state_itemsize(bucket: Bucket) -> float:
     return (storage.moment_dtype.itemsize + scale) * (3 if has_maximum else 2) + low
 
 
-def floor_sent_nbytes(buckets: Sequence[Bucket], config: ZeroConfig, num_ranks: int) -> int:
-    """Return the least bytes that a rank sends per step with one backward: r P for each exchange and each gather."""
+def floor_sent_nbytes(buckets: Sequence[Bucket], config: ZeroConfig, hops: Sequence[int]) -> int:
+    """Return the least bytes that a rank sends per step with one backward: r P for each exchange and each gather.
+
+    Args:
+        hops: Ranks in each hop of the reduction of a gradient, in order. Slices travel in the wire's dtype on the
+            first, sums in that of the arithmetic on the others and, where there are replicas, back between them.
+    """
     total = 0.0
     for bucket in buckets:
-        nbytes = sum(slot.numel for slot in bucket.layout.slots) * bucket.full.element_size()
-        num_shards = bucket.layout.num_shards
+        numel = sum(slot.numel for slot in bucket.layout.slots)
+        num_shards, num_ranks = bucket.layout.num_shards, math.prod(hops)
         is_trained = any(param.requires_grad for param in bucket.params)
         if is_trained:
-            total += (
-                nbytes * _wire_dtype(bucket, config).itemsize / bucket.full.element_size() * (num_ranks - 1) / num_ranks
-            )
-        if num_shards == 1:
-            sum_nbytes = nbytes * bucket.math_dtype.itemsize / bucket.full.element_size()
-            total += sum_nbytes * (num_ranks - 1) / num_ranks if is_trained else 0
-        elif is_trained or config.stage == 3:
+            left, itemsize = float(numel), _wire_dtype(bucket, config).itemsize
+            for length in hops:
+                total += left * (length - 1) / length * itemsize
+                left, itemsize = left / length, bucket.math_dtype.itemsize
+            total += (numel / num_shards - numel / num_ranks) * bucket.math_dtype.itemsize
+        if num_shards > 1 and (is_trained or config.stage == 3):
             num_gathers = 1 if config.stage < 3 or not config.reshard_after_forward else 2
-            total += num_gathers * nbytes * (num_shards - 1) / num_shards
+            total += num_gathers * numel * bucket.full.element_size() * (num_shards - 1) / num_shards
     return round(total)
 
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from enum import Enum
 from typing import NamedTuple
 
 import torch
@@ -29,18 +28,17 @@ from zero_shard.ops import Kernels
 from zero_shard.stages.slots import flat_gradients
 
 
-class _Hop(Enum):
-    """What an exchange is on its way to."""
-
-    FIRST = "slices of the own shard (stage 0: of this replica's part)"
-    ACROSS = "slices of this replica's part of the shard"
-    BACK = "the other replicas' parts of the shard"
-
-
 class _Exchange(NamedTuple):
+    """An exchange in flight.
+
+    Attributes:
+        hop: Which of the communicator's ``reduce_hops`` it takes; their number: the gather of the replicas' parts.
+        slices: [K, n]
+    """
+
     bucket: Bucket
-    hop: _Hop
-    slices: Tensor  # [K, n]
+    hop: int
+    slices: Tensor
     pending: Pending
 
 
@@ -69,10 +67,14 @@ class Exchanges:
             wire_dtype = self._reduce_dtype
         wire = torch.empty(bucket.layout.numel, dtype=wire_dtype, device=bucket.device)
         self._kernels.flatten_(wire, *flat_gradients(bucket, gradients), None)
-        hop = self._communicator.shards if bucket.layout.num_shards > 1 else self._communicator.replicas
-        label = f"the gradients of {bucket.label}"
-        slices, pending = self._communicator.exchange(hop, wire, 3 * bucket.index, label)
-        self._in_flight.append(_Exchange(bucket, _Hop.FIRST, slices, pending))
+        self._in_flight.append(self._exchange(bucket, 0, wire))
+
+    def _exchange(self, bucket: Bucket, number: int, full: Tensor) -> _Exchange:
+        """Start one hop of the exchange of a bucket."""
+        communicator, way = self._communicator, " across hosts or replicas" if number else ""
+        label = f"the gradients of {bucket.label}{way}"
+        slices, pending = communicator.exchange(communicator.reduce_hops[number], full, 3 * bucket.index, label)
+        return _Exchange(bucket, number, slices, pending)
 
     def last_nbytes(self) -> float:
         """Bytes of the bucket whose exchange was started last; inf if none is in flight."""
@@ -95,17 +97,15 @@ class Exchanges:
             exchange.pending.wait()
 
     def _advance(self, exchange: _Exchange) -> _Exchange | None:
-        """Use what an exchange has brought; return the one that follows where there are replicas."""
-        bucket, hop, slices, _ = exchange
-        communicator, replicas = self._communicator, self._communicator.replicas
-        label = f"the gradients of {bucket.label} across replicas"
-        if hop is _Hop.BACK:
+        """Use what an exchange has brought; return the one that follows where there are more hops."""
+        bucket, number, slices, _ = exchange
+        communicator, num_hops = self._communicator, len(self._communicator.reduce_hops)
+        if number == num_hops:
             return None
-        if hop is _Hop.FIRST and replicas.num_ranks > 1 and bucket.layout.num_shards > 1:
-            partial = torch.empty(bucket.layout.shard_numel, dtype=bucket.math_dtype, device=bucket.device)
+        if number < num_hops - 1:
+            partial = torch.empty(slices.shape[1], dtype=bucket.math_dtype, device=bucket.device)
             self._kernels.reduce_slices_(partial, slices, 1, False, None, None)
-            slices, pending = communicator.exchange(replicas, partial, 3 * bucket.index, label)
-            return _Exchange(bucket, _Hop.ACROSS, slices, pending)
+            return self._exchange(bucket, number + 1, partial)
         accumulate = bucket.grad is not None
         if bucket.grad is None:
             bucket.grad = torch.empty(bucket.layout.shard_numel, dtype=bucket.math_dtype, device=bucket.device)
@@ -115,7 +115,10 @@ class Exchanges:
         bucket.has_sums = False
         if sums is not None:
             bucket.note_sums()
+        replicas = communicator.replicas
         if replicas.num_ranks == 1:
             return None
-        pending = communicator.all_gather_(replicas, bucket.grad, 3 * bucket.index, label)
-        return _Exchange(bucket, _Hop.BACK, slices, pending)
+        label = f"the gradients of {bucket.label} from replicas"
+        return _Exchange(
+            bucket, num_hops, slices, communicator.all_gather_(replicas, bucket.grad, 3 * bucket.index, label)
+        )
