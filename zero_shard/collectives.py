@@ -33,9 +33,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from zero_shard.topology import common_host_grid, shard_groups
-
 from zero_shard.roll_call import RollCall
+from zero_shard.topology import common_host_grid, shard_groups
 
 ProcessGroup = dist.ProcessGroup
 Ranks = ProcessGroup | DeviceMesh  # that train together
