@@ -1,21 +1,29 @@
 """Replicas and hosts: which hops a gradient takes, what each sends, and that the result is that of plain AdamW.
 
-Ranks pretend to be on two hosts; ``test_hosts.py`` has real ones.
+Ranks pretend to be on two hosts; ``test_hosts.py`` has real ones. All that needs four ranks is done in few launches.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
+import pytest
 import ranks
+import torch
 import torch.distributed as dist
-from oracle import EXACT, assert_snapshots_close
+from oracle import EXACT, assert_snapshots_close, plain_snapshot, sharded_snapshot
 from test_equivalence import Recipe, train, train_plain
+from torch import Tensor, nn
 
+import zero_shard
 from zero_shard import collectives
+from zero_shard.topology import common_host_grid, host_grid
+
+_WIDTH = 64
+_F64 = torch.float64
 
 
 @contextmanager
@@ -26,8 +34,36 @@ def _two_hosts() -> Iterator[None]:
         yield
 
 
-_FULL = [{"stage": stage, "bucket_mib": mib} for stage in range(4) for mib in (0.001, 25)]
-_HALF = [{"stage": stage, "bucket_mib": 0.001, "shard_size": 2} for stage in (1, 2, 3)]
+# --- two hops ---
+
+
+@pytest.mark.parametrize(
+    ("hosts", "grid"),
+    [
+        ("aabb", [[0, 1], [2, 3]]),
+        ("abab", [[0, 2], [1, 3]]),
+        ("aaabbbccc", [[0, 1, 2], [3, 4, 5], [6, 7, 8]]),
+        ("aaaa", None),  # one host
+        ("abcd", None),  # nothing to add up inside
+        ("aabbb", None),  # unequal hosts: slices go straight
+        ("", None),
+    ],
+)
+def test_two_hops_are_taken_between_equal_hosts_of_several_ranks(hosts: str, grid: list[list[int]] | None) -> None:
+    assert host_grid(hosts) == grid
+
+
+def test_all_copies_of_the_shards_take_the_same_hops() -> None:
+    assert common_host_grid(["aabb", "ccdd"]) == [[0, 1], [2, 3]]
+    assert common_host_grid(["aabb", "cdcd"]) is None
+    assert common_host_grid(["aabb", "cccc"]) is None
+
+
+_WAYS: list[dict[str, Any]] = [
+    {"stage": 0},
+    *({"stage": stage, "bucket_mib": 0.001} for stage in range(4)),
+    *({"stage": stage, "bucket_mib": 0.001, "shard_size": 2} for stage in (1, 3)),
+]
 
 
 def _train_on_two_hosts(recipe: Recipe, ways: list[dict[str, Any]]) -> list[Any]:
@@ -36,13 +72,138 @@ def _train_on_two_hosts(recipe: Recipe, ways: list[dict[str, Any]]) -> list[Any]
 
 
 def test_two_hops_give_every_stage_and_shard_size_the_same_bits() -> None:
-    recipe = Recipe(num_steps=3, clip="library")
-    ways = [*_FULL, *_HALF]
-    results = ranks.run(4, _train_on_two_hosts, recipe, ways)[0]
+    recipe = Recipe(num_steps=2, clip="library")
+    results = ranks.run(4, _train_on_two_hosts, recipe, _WAYS)[0]
     plain, _ = train_plain(recipe, 4)
     for step, (got, want) in enumerate(zip(results[0][0], plain, strict=True)):
         assert_snapshots_close(got, want, None, f"against plain AdamW, step {step}", step + 1)
-    for way, (snapshots, norms) in zip(ways, results, strict=True):
+    for way, (snapshots, norms) in zip(_WAYS, results, strict=True):
         for step, (got, want) in enumerate(zip(snapshots, results[0][0], strict=True)):
             assert_snapshots_close(got, want, EXACT, f"{way}, step {step}")
         assert norms == results[0][1], way
+
+
+# --- what is sent ---
+
+# Config, backwards per step, under no_sync but the last; multiples of P bytes that a rank sends, and of them to the
+# other host, in the second step. Each of the two exchanges of one P over 4 ranks costs 3/4, on two hops 1/2 + 1/4.
+_TRAFFIC: list[tuple[dict[str, Any], int, bool, float, float]] = [
+    ({"stage": 0}, 1, False, 1.5, 0.5),
+    ({"stage": 1}, 1, False, 1.5, 0.5),
+    ({"stage": 2}, 1, False, 1.5, 0.5),
+    ({"stage": 2}, 3, False, 3.0, 1.0),  # the reduction three times
+    ({"stage": 3}, 1, False, 2.25, 0.75),
+    ({"stage": 1, "shard_size": 2}, 3, False, 1.5, 0.5),
+    ({"stage": 2, "shard_size": 2}, 1, False, 1.5, 0.5),
+    ({"stage": 2, "shard_size": 2}, 3, False, 2.5, 0.5),  # inside the host three times, across once
+    ({"stage": 2, "shard_size": 2}, 3, True, 1.5, 0.5),
+    ({"stage": 3, "shard_size": 2}, 1, False, 2.0, 0.5),
+    ({"stage": 3, "shard_size": 2, "reshard_after_forward": False}, 2, False, 2.5, 0.5),
+    ({"stage": 2, "shard_size": 2, "reduce_dtype": "bfloat16"}, 1, False, 1.25, 0.5),
+    ({"stage": 2, "shard_size": 1}, 1, False, 1.5, 0.5),
+]
+
+
+def _net(dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    torch.manual_seed(5)
+    return nn.Sequential(*(nn.Linear(_WIDTH, _WIDTH, dtype=dtype) for _ in range(4)))
+
+
+def _traffic() -> list[tuple[int, int, int]]:
+    found = []
+    with _two_hosts():
+        for config, num_micros, is_no_sync, _, _ in _TRAFFIC:
+            model = _net()
+            optimizer = zero_shard.AdamW(model.parameters(), module=model, config=config)
+            for _ in range(3):
+                for micro in range(num_micros):
+                    is_local = is_no_sync and micro < num_micros - 1
+                    with optimizer.no_sync() if is_local else nullcontext():
+                        model(torch.ones(1, _WIDTH)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            usage = optimizer.usage()
+            found.append((usage.sent_nbytes, usage.sent_across_nbytes, usage.floor_sent_nbytes))
+    return found
+
+
+def test_bytes_by_hop_are_those_of_the_floor_and_cross_hosts_once() -> None:
+    params_nbytes = 4 * (_WIDTH + 1) * _WIDTH * 4
+    for found in ranks.run(4, _traffic):
+        for (config, num_micros, is_no_sync, sent, across), measured in zip(_TRAFFIC, found, strict=True):
+            where = f"{config}, {num_micros} backwards{', no_sync' * is_no_sync}: {measured}"
+            assert measured[0] / params_nbytes == pytest.approx(sent, rel=0.02), where
+            assert measured[1] / params_nbytes == pytest.approx(across, rel=0.02), where
+            if num_micros == 1:
+                assert measured[2] / params_nbytes == pytest.approx(sent, rel=0.001), where
+
+
+# --- several backwards ---
+
+
+def _loss(model: nn.Module, rank: int, step: int, micro: int) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * step + 10 * rank + micro)
+    x = torch.randn(2, _WIDTH, generator=generator, dtype=_F64)
+    if (step + micro) % 3 == 2:
+        return model[2:](x).square().mean()  # the first layers have no gradient
+    return model(x).square().mean()
+
+
+_NUM_MICROS = [2, 2, 1, 3, 3, 2]  # of each step: as many as expected, fewer and more
+
+
+def _read(optimizer: zero_shard.AdamW, model: nn.Sequential, step: int, micro: int) -> None:
+    """Do between backwards what scripts do."""
+    if step == 1 and micro == 0:
+        model[3].bias.grad = None
+    if step == 3 and micro == 1:
+        model[0].weight.grad.norm()  # must reduce
+    if step == 4 and micro == 0:
+        model[3].weight.grad = model[3].weight.grad * 2
+
+
+def _play(config: dict[str, Any], num_steps: int) -> dict[str, Any]:
+    model = _net(_F64)
+    optimizer = zero_shard.AdamW(model.parameters(), lr=0.01, module=model, config=config)
+    rank = dist.get_rank()
+    for step in range(num_steps):
+        for micro in range(_NUM_MICROS[step]):
+            if step == 2 and rank == 1 and config["stage"] == 2:
+                continue  # this rank has no data, nor does it run a forward
+            _loss(model, rank, step, micro).backward()
+            _read(optimizer, model, step, micro)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=step != 3)
+    return sharded_snapshot(model, optimizer)
+
+
+def _play_all(configs: list[dict[str, Any]], num_steps: int) -> list[dict[str, Any]]:
+    with _two_hosts():
+        return [_play(config, num_steps) for config in configs]
+
+
+def _play_plain(num_steps: int, has_all_data: bool) -> dict[str, Any]:
+    """The same on one process: gradients are means over ranks of what each has accumulated."""
+    model = _net(_F64)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for step in range(num_steps):
+        for micro in range(_NUM_MICROS[step]):
+            for rank in range(4):
+                if has_all_data or not (step == 2 and rank == 1):
+                    (_loss(model, rank, step, micro) / 4).backward()
+            if step == 1 and micro == 0:
+                model[3].bias.grad = None
+            if step == 4 and micro == 0:
+                model[3].weight.grad = model[3].weight.grad * 2
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=step != 3)
+    return plain_snapshot(model, optimizer)
+
+
+def test_any_number_of_backwards_accumulates_to_what_plain_adamw_gets() -> None:
+    """More and fewer than expected, a rank without any, gradients read, replaced and dropped in between."""
+    configs = [{"stage": stage, "shard_size": 2, "bucket_mib": 0.05} for stage in (2, 3)]
+    num_steps = len(_NUM_MICROS)
+    for config, got in zip(configs, ranks.run(4, _play_all, configs, num_steps)[0], strict=True):
+        want = _play_plain(num_steps, has_all_data=config["stage"] == 3)
+        assert_snapshots_close(got, want, None, str(config), 10 * num_steps)

@@ -189,6 +189,7 @@ _ORDER = [
             "stages.materialize",
             "stages.hooks",
             "stages.gathers",
+            "stages.crossings",
             "stages.exchanges",
             *("stages.rounds", "stages.backward_end", "stages.accumulation_hooks"),
             *("stages.plain_gradients", "stages.slot_gradients", "stages.gradient_norms"),

@@ -3,6 +3,7 @@
 full  [N]   all parameters of the bucket (stage 3: memory comes and goes, the storage object stays)
 shard [n]   own range of the parameters: a view of ``full``, or at stage 3 a tensor of its own
 grad  [n]   own range of the mean gradient, fp32 (fp64 for fp64), between backward and zero_grad
+partial [n] the same, summed inside the shard group and not across replicas yet
 exp_avg, exp_avg_sq, max_exp_avg_sq, low [n]   optimizer state, allocated at the first step
 exp_avg_scale, exp_avg_sq_scale [n / 256]      beside 8-bit moments
 sums  [S, 2]  of the squares of ``grad`` by segment, of the part of the shard that this replica speaks for
@@ -113,6 +114,7 @@ class Bucket:
         self.is_released = False
         self.was_gathered = False  # in the present pass
         self.grad: Tensor | None = None
+        self.partial: Tensor | None = None
         self.exp_avg: Tensor | None = None
         self.exp_avg_sq: Tensor | None = None
         self.max_exp_avg_sq: Tensor | None = None
@@ -345,6 +347,7 @@ class Bucket:
         held = self.full.untyped_storage().nbytes() + (self.shard.nbytes if self.owns_shard else 0)
         for tensor in (
             self.grad,
+            self.partial,
             self.low,
             self.seen.last_shard,
             *(getattr(self, name) for name in (*STATE_NAMES, *SCALE_NAMES)),

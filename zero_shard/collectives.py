@@ -159,6 +159,7 @@ class Communicator:
     Attributes:
         shard_size: What a mesh of two dimensions says it is; None without one.
         reduce_hops: Of a gradient, in order: inside the shard group, then across replicas. Set by `split`.
+        num_inner_hops: How many of them are inside the shard group.
         sent_nbytes, sent_across_nbytes: By this rank since the last step; of them to ranks on other hosts.
         sent_in_step: The same from the last step but one to the last step.
     Raises:
@@ -186,6 +187,7 @@ class Communicator:
             raise ValueError("process_group does not contain this rank; build the optimizer on its members only")
         self.shards = self.replicas = _ALONE
         self.reduce_hops: list[Hop] = []
+        self.num_inner_hops = 0
         self.sent_nbytes = self.sent_across_nbytes = 0
         self.sent_in_step = (0, 0)
         self.number = self._next_number()
@@ -249,8 +251,8 @@ class Communicator:
         columns = [list(column) for column in zip(*rows, strict=True)]
         self.shards = self._hop(rows, hosts)
         self.replicas = self._hop(columns, hosts)
-        hops = [hop.levels or (hop,) for hop in (self.shards, self.replicas) if hop.num_ranks > 1]
-        self.reduce_hops = [level for levels in hops for level in levels]
+        inner, outer = ([*(hop.levels or (hop,))] * (hop.num_ranks > 1) for hop in (self.shards, self.replicas))
+        self.reduce_hops, self.num_inner_hops = [*inner, *outer], len(inner)
 
     def _hop(self, groups: Sequence[Sequence[int]], hosts: Sequence[str]) -> Hop:
         """Return the hop over the one of these groups (of positions) that has this rank. All ranks call."""

@@ -54,6 +54,7 @@ class Exchanges:
     def __init__(self, communicator: Communicator, kernels: Kernels, reduce_dtype: torch.dtype | None) -> None:
         self._communicator, self._kernels, self._reduce_dtype = communicator, kernels, reduce_dtype
         self._in_flight: list[_Exchange] = []
+        self.is_crossing = True  # sums go on across replicas; else they stay in ``bucket.partial``
         self.takes_squares = False  # somebody asks for norms: take the sums of squares while reducing
 
     def start(self, bucket: Bucket, gradients: Sequence[tuple[int, Tensor]]) -> None:
@@ -83,12 +84,27 @@ class Exchanges:
     def finish(self, patience_s: float | None = None) -> bool:
         """Wait for exchanges in flight and add their slices to the buckets' gradients; return whether all are done."""
         while self._in_flight:
+            if not self._finish_first(patience_s):
+                return False
+        return True
+
+    def _finish_first(self, patience_s: float | None = None) -> bool:
+        while True:
             if not self._in_flight[0].pending.wait(patience_s):
                 return False
             follow_up = self._advance(self._in_flight.pop(0))
-            if follow_up is not None:
-                self._in_flight.insert(0, follow_up)
-        return True
+            if follow_up is None:
+                return True
+            self._in_flight.insert(0, follow_up)
+
+    def cross(self, buckets: Sequence[Bucket]) -> None:
+        """Send what has stayed in ``bucket.partial`` across replicas, two buckets at a time. All ranks call; blocks."""
+        for bucket in buckets:
+            if bucket.partial is not None:
+                self._in_flight.append(self._exchange(bucket, self._communicator.num_inner_hops, bucket.partial))
+            if len(self._in_flight) > 1:
+                self._finish_first()
+        self.finish()
 
     def abandon(self) -> None:
         """Wait for exchanges in flight and drop what they bring: it must not stay behind for the next ones."""
@@ -102,13 +118,22 @@ class Exchanges:
         communicator, num_hops = self._communicator, len(self._communicator.reduce_hops)
         if number == num_hops:
             return None
+        if number == communicator.num_inner_hops - 1 and number < num_hops - 1:
+            accumulate = bucket.partial is not None
+            if bucket.partial is None:
+                bucket.partial = torch.empty(slices.shape[1], dtype=bucket.math_dtype, device=bucket.device)
+            self._kernels.reduce_slices_(bucket.partial, slices, 1, accumulate, None, None)
+            return self._exchange(bucket, number + 1, bucket.partial) if self.is_crossing else None
         if number < num_hops - 1:
             partial = torch.empty(slices.shape[1], dtype=bucket.math_dtype, device=bucket.device)
             self._kernels.reduce_slices_(partial, slices, 1, False, None, None)
             return self._exchange(bucket, number + 1, partial)
         accumulate = bucket.grad is not None
         if bucket.grad is None:
+            bucket.grad = bucket.partial
+        if bucket.grad is None:
             bucket.grad = torch.empty(bucket.layout.shard_numel, dtype=bucket.math_dtype, device=bucket.device)
+        bucket.partial = None
         table, sums = (bucket.part_table, bucket.sums) if self.takes_squares else (None, None)
         own = bucket.grad[bucket.part_range]
         self._kernels.reduce_slices_(own, slices, communicator.num_ranks, accumulate, table, sums)

@@ -2,8 +2,8 @@
 
     autograd -> slot.local (full, own)  -> flatten -> exchange slices -> ordered fp32 sum -> bucket.grad (own range)
 
-See Note [Rounds] in ``rounds.py``, Note [One exchange in flight] and Note [Patience] in ``exchanges.py``, and
-Note [Nested backward] in ``backward_end.py``.
+See Note [Rounds] in ``rounds.py``, Note [Crossing replicas] in ``crossings.py``, Note [One exchange in flight] and
+Note [Patience] in ``exchanges.py``, and Note [Nested backward] in ``backward_end.py``.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from zero_shard.norms import global_norm
 from zero_shard.ops import Kernels
 from zero_shard.stages.accumulation_hooks import attach
 from zero_shard.stages.backward_end import call_at_end, is_inside_node
+from zero_shard.stages.crossings import Crossings
 from zero_shard.stages.exchanges import Exchanges
 from zero_shard.stages.gradient_norms import GradientNorms
 from zero_shard.stages.plain_gradients import PlainGradients
@@ -66,6 +67,7 @@ class Reducer:
         self.patience_s: float | None = None  # set by the parameters layer
         self._is_impatient = False
         self._local_nbytes = 0
+        self._crossings = Crossings(communicator)
         self._rounds = Rounds(self.buckets, self.slots, communicator)
         self.exchanges = Exchanges(communicator, kernels, reduce_dtype)
         self.plain_gradients = PlainGradients(kernels)
@@ -140,8 +142,10 @@ class Reducer:
                 bucket.was_gathered = not bucket.is_released
             self.gradients.notice_drops()
             self._begin_round()
-            if self.before_round is not None and self._is_eager and self._is_synchronizing:
-                self.before_round()
+            if self._is_eager and self._is_synchronizing:
+                self.exchanges.is_crossing = self._crossings.begin_round(can_wait=self.before_round is None)
+                if self.before_round is not None:
+                    self.before_round()
         self._graph_tasks.add(task)
         if not is_nested:
             self._is_finish_queued = True
@@ -155,11 +159,12 @@ class Reducer:
         for slot in self.slots:
             slot.local = None
             if self._rounds.is_started[slot.bucket.index]:
-                slot.handed, slot.has_reduced = None, False
+                slot.handed, slot.has_reduced, slot.has_partial = None, False, False
                 slot.generation += 1
             slot.param.grad = slot.handed
         for bucket in self.buckets:
-            bucket.grad = None if self._rounds.is_started[bucket.index] else bucket.grad
+            if self._rounds.is_started[bucket.index]:
+                bucket.grad = bucket.partial = None
         self._is_fresh = False
         if self.at_backward_abandoned is not None:
             self.at_backward_abandoned()
@@ -266,13 +271,19 @@ class Reducer:
             self.before_round()
         for slot in self.slots:
             self._attach(slot)  # those unfrozen since
-        self._begin_round()
-        if self._is_eager:  # as the end of backward does on ranks that had one
-            self._rounds.end_backward()
-            self._start_ready_buckets()
-            if self.at_backward_end is not None:
-                self.at_backward_end()
-        self._finish_round()
+        if not self._crossings.is_due:
+            self._begin_round()
+            if self._is_eager:  # as the end of backward does on ranks that had one
+                self.exchanges.is_crossing = self._crossings.begin_round(can_wait=self.before_round is None)
+                self._rounds.end_backward()
+                self._start_ready_buckets()
+                if self.at_backward_end is not None:
+                    self.at_backward_end()
+            self._finish_round()
+        if self._crossings.is_due:  # here, or where others had a backward
+            self._begin_round()
+            self.exchanges.is_crossing = True
+            self._finish_round()
 
     def _finish_round(self) -> None:
         self.exchanges.finish()
@@ -280,16 +291,36 @@ class Reducer:
         for bucket in waiting:
             self._start(bucket)
             self.exchanges.finish()
-        views: dict[int, list[Tensor]] = {}
         for slot, has_gradient in zip(self.slots, is_present, strict=True):
-            slot.has_reduced |= bool(has_gradient)
+            slot.has_partial |= bool(has_gradient)
+        if self.exchanges.is_crossing:
+            self.exchanges.cross(self.buckets)
+            self._hand_reduced()
+        else:
+            self._hand_partial()
+        self._crossings.is_due = not self.exchanges.is_crossing
+        self._is_fresh = self.exchanges.is_crossing
+        self.norms.forget()
+        self._rounds.learn_order()
+
+    def _hand_reduced(self) -> None:
+        """Give out mean gradients."""
+        views: dict[int, list[Tensor]] = {}
+        for slot in self.slots:
+            slot.has_reduced |= slot.has_partial
+            slot.has_partial = False
             if slot.has_reduced:
                 slot.hand(views)
             elif slot.handed is not None:  # was pending, and nobody had one
                 slot.handed = slot.param.grad = None
-        self.norms.forget()
-        self._rounds.learn_order()
-        self._is_fresh = True
+
+    def _hand_partial(self) -> None:
+        """Give out gradients that are reduced inside the shard group so far. See Note [Crossing replicas]."""
+        for slot in self.slots:
+            if slot.has_reduced or slot.has_partial:
+                slot.hand_pending()
+            elif slot.handed is not None:
+                slot.handed = slot.param.grad = None
 
     def _start(self, bucket: Bucket) -> None:
         """Start to reduce the local gradients of a bucket, and free them."""
@@ -379,9 +410,11 @@ class Reducer:
         set_to_none |= self._stands_back  # nobody would take a sharded gradient away before the next backward
         self.gradients.zero(set_to_none)
         self.norms.forget()
+        self._crossings.drop(set_to_none)
         self._is_fresh = self._is_fresh and not set_to_none
         self._was_zeroed = not set_to_none
 
     def after_step(self) -> None:
         """Note that the gradients have been used; the next step agrees anew if no backward has done so."""
         self._is_fresh = False
+        self._crossings.end_step()

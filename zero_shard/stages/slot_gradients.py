@@ -28,15 +28,18 @@ class SlotGradients:
         if self._plain is not None:
             return
         for bucket in self._buckets:
-            has_reduced, is_whole = False, bucket.layout.num_shards == 1
+            has_reduced, has_partial, is_whole = False, False, bucket.layout.num_shards == 1
             for slot in self._slots[bucket.slots.start : bucket.slots.stop]:
                 if slot.handed is not None and slot.param.grad is not slot.handed:
                     slot.notice_replaced()
                 elif is_whole and slot.handed is not None:
                     slot.notice_moved()
                 has_reduced |= slot.has_reduced
+                has_partial |= slot.has_partial
             if not has_reduced:
                 bucket.grad = None
+            if not has_partial:
+                bucket.partial = None
 
     def take_new(self) -> bool:
         """Take gradients that the user or autograd has put into ``param.grad``; return whether any is local. Local."""
@@ -73,10 +76,13 @@ class SlotGradients:
                 slot.local.zero_()
         for bucket in self._buckets:
             if set_to_none:
-                bucket.grad = None
-            elif bucket.grad is not None:
+                bucket.grad = bucket.partial = None
+                continue
+            if bucket.grad is not None:
                 bucket.grad.zero_()
                 bucket.has_sums = False
+            if bucket.partial is not None:
+                bucket.partial.zero_()
 
     def scale_replaced(self, factor: Tensor) -> None:
         """Multiply gradients that the user has put in the place of what was handed out. Local."""

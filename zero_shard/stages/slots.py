@@ -44,6 +44,7 @@ class GradSlot:
         local: This rank's own full gradient, not reduced yet; None if there is none.
         handed: The object given to the user as ``param.grad``; if ``param.grad`` is another one, the user took it.
         has_reduced: The bucket's ``grad`` holds a mean gradient of this parameter.
+        has_partial: The bucket's ``partial`` holds a sum for it that has not crossed replicas yet.
         is_ready: The gradient has arrived in the present backward.
         is_sent: A local gradient has gone into the exchange of the present round.
         generation: Grows when the gradient is dropped: a ShardedGrad of an older one raises.
@@ -61,7 +62,7 @@ class GradSlot:
         self.name, self.param = bucket.names[position], bucket.params[position]
         self.local: Tensor | None = None
         self.handed: Tensor | None = None
-        self.has_reduced = False
+        self.has_reduced = self.has_partial = False
         self.is_ready = False
         self.is_sent = False
         self.hooks: tuple[OrderedDict[int, Any], int] | None = None
@@ -71,9 +72,13 @@ class GradSlot:
 
     # ---- what a ShardedGrad asks for -----------------------------------------------------------------------
 
+    @property
+    def _is_pending(self) -> bool:
+        return self.local is not None or self.has_partial or not self.has_reduced
+
     def reduced_part(self) -> Tensor:
         """Return this rank's part of the mean gradient, reducing first if it is pending (then all ranks call)."""
-        if self.local is not None or not self.has_reduced:
+        if self._is_pending:
             self._alive().collect()
         if not self.has_reduced or self.bucket.grad is None:  # nobody had one
             segment = self.bucket.segment_of.get(self.position)
@@ -113,7 +118,7 @@ class GradSlot:
 
     def norm(self, order: float) -> Tensor:
         """Return the norm of the mean gradient, 0-dim fp64 on the CPU. All ranks call."""
-        if self.local is not None or not self.has_reduced:
+        if self._is_pending:
             self._alive().refuse_plain()  # before it is averaged with the rest, while the caller holds the old one
             self.reduced_part()
         return self._alive().norm_of(self, order)
@@ -184,6 +189,7 @@ class GradSlot:
             bucket = self.bucket
             if bucket.grad is None:
                 bucket.grad = torch.zeros(bucket.layout.shard_numel, dtype=bucket.math_dtype, device=bucket.device)
+            self._drop_partial()
             bucket.local_part(bucket.grad, self.position).copy_(grad.part)
             bucket.has_sums, self.has_reduced, self.local = False, True, None
             self.hand({})
@@ -259,11 +265,17 @@ class GradSlot:
         if self.has_reduced and self.bucket.grad is not None:
             self.bucket.local_part(self.bucket.grad, self.position).zero_()
             self.bucket.has_sums = False
+        self._drop_partial()
         self.forget()
+
+    def _drop_partial(self) -> None:
+        if self.has_partial and self.bucket.partial is not None:
+            self.bucket.local_part(self.bucket.partial, self.position).zero_()
+        self.has_partial = False
 
     def forget(self) -> None:
         """Forget the gradient; references to it raise from now on."""
-        self.local, self.handed, self.has_reduced = None, None, False
+        self.local, self.handed, self.has_reduced, self.has_partial = None, None, False, False
         self.generation += 1
 
 
