@@ -15,6 +15,7 @@ import contextlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -78,18 +79,14 @@ class Hosts:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for process in self._processes:
-            process.terminate()
-        for process in self._processes:
-            try:
-                process.wait(5)
-            except subprocess.TimeoutExpired:
-                process.kill()
-        for name in self.names:
+        for name in self.names:  # torchrun and what it has started
             pids = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True).stdout.split()
             for pid in pids:
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(int(pid), 9)
+                    os.kill(int(pid), signal.SIGKILL)
+        for process in self._processes:
+            process.wait()
+        for name in self.names:
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
 
     def torchrun(
@@ -112,7 +109,8 @@ class Hosts:
         # Without its link torchrun waits for long for the other one to say goodbye.
         while not has_ended and not all(path.exists() for path in expected) and time.monotonic() < deadline:
             time.sleep(0.1)
-            has_ended = all(process.poll() is not None for process in self._processes)
+            codes = [process.poll() for process in self._processes]
+            has_ended = None not in codes or any(codes)
         return "\n".join(f"--- {path.name}\n{path.read_text()}" for path in sorted(folder.glob("host*.log")))
 
 

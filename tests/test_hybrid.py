@@ -162,9 +162,9 @@ def _read(optimizer: zero_shard.AdamW, model: nn.Sequential, step: int, micro: i
         model[3].weight.grad = model[3].weight.grad * 2
 
 
-def _play(config: dict[str, Any], num_steps: int) -> dict[str, Any]:
+def _play(config: dict[str, Any], num_steps: int, group: Any = None) -> tuple[dict[str, Any], zero_shard.AdamW]:
     model = _net(_F64)
-    optimizer = zero_shard.AdamW(model.parameters(), lr=0.01, module=model, config=config)
+    optimizer = zero_shard.AdamW(model.parameters(), lr=0.01, module=model, config=config, process_group=group)
     rank = dist.get_rank()
     for step in range(num_steps):
         for micro in range(_NUM_MICROS[step]):
@@ -174,12 +174,12 @@ def _play(config: dict[str, Any], num_steps: int) -> dict[str, Any]:
             _read(optimizer, model, step, micro)
         optimizer.step()
         optimizer.zero_grad(set_to_none=step != 3)
-    return sharded_snapshot(model, optimizer)
+    return sharded_snapshot(model, optimizer), optimizer
 
 
 def _play_all(configs: list[dict[str, Any]], num_steps: int) -> list[dict[str, Any]]:
     with _two_hosts():
-        return [_play(config, num_steps) for config in configs]
+        return [_play(config, num_steps)[0] for config in configs]
 
 
 def _play_plain(num_steps: int, has_all_data: bool) -> dict[str, Any]:
@@ -207,3 +207,192 @@ def test_any_number_of_backwards_accumulates_to_what_plain_adamw_gets() -> None:
     for config, got in zip(configs, ranks.run(4, _play_all, configs, num_steps)[0], strict=True):
         want = _play_plain(num_steps, has_all_data=config["stage"] == 3)
         assert_snapshots_close(got, want, None, str(config), 10 * num_steps)
+
+
+# --- device meshes ---
+
+
+class _ToColumns(torch.autograd.Function):
+    """Hands the same input to all ranks of a tensor-parallel group; their gradients add up."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        grad = grad.clone()
+        dist.all_reduce(grad, group=ctx.group)
+        return grad, None
+
+
+class _FromColumns(torch.autograd.Function):
+    """Joins the columns that the ranks of a tensor-parallel group have computed."""
+
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, group: Any) -> Tensor:
+        ctx.rank, ctx.numel = dist.get_rank(group), own.shape[1]
+        parts = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(parts, own.contiguous(), group=group)
+        return torch.cat(parts, 1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad[:, ctx.rank * ctx.numel : (ctx.rank + 1) * ctx.numel], None
+
+
+class _ColumnParallel(nn.Linear):
+    """Every rank of the group has an equal share of the output features of a linear layer."""
+
+    def __init__(self, whole: nn.Linear, group: Any) -> None:
+        rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
+        super().__init__(whole.in_features, whole.out_features // num_ranks, dtype=whole.weight.dtype)
+        self.group = group
+        with torch.no_grad():
+            self.weight.copy_(whole.weight.chunk(num_ranks)[rank])
+            self.bias.copy_(whole.bias.chunk(num_ranks)[rank])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _FromColumns.apply(super().forward(_ToColumns.apply(x, self.group)), self.group)
+
+
+def _tensor_parallel(stage: int) -> None:
+    """Train on a mesh of 2 x 2 ranks, of which the second dimension holds columns of one layer; compare with plain."""
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    dp, tp = mesh["dp"].get_local_rank(), mesh["tp"].get_local_rank()
+    model, plain = _net(_F64), _net(_F64)
+    model[1] = _ColumnParallel(model[1], mesh["tp"].get_group())
+    config = {"stage": stage, "bucket_mib": 0.01}
+    optimizer = zero_shard.AdamW(model.parameters(), lr=0.1, module=model, config=config, process_group=mesh["dp"])
+    plain_optimizer = torch.optim.AdamW(plain.parameters(), lr=0.1)
+    for step in range(3):
+        _loss(model, dp, step, 0).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        for rank in range(2):
+            (_loss(plain, rank, step, 0) / 2).backward()
+        plain_optimizer.step()
+        plain_optimizer.zero_grad()
+    with zero_shard.gathered(model):
+        got = {name: param.detach().clone() for name, param in model.named_parameters()}
+    for name, param in plain.named_parameters():
+        want = param.chunk(2)[tp] if name.startswith("1.") else param
+        torch.testing.assert_close(
+            got[name], want, rtol=1e-11, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}"
+        )
+    full = optimizer.full_state_dict()
+    if full:
+        moment = full["state"][2]["exp_avg"]  # of 1.weight
+        want = plain_optimizer.state[plain[1].weight]["exp_avg"].chunk(2)[tp]
+        torch.testing.assert_close(moment, want, rtol=1e-10, atol=1e-13)
+    assert dist.get_world_size(optimizer.join_process_group) == 2
+
+
+def _hybrid_mesh() -> None:
+    """A mesh says what shard_size says, whatever ranks are in a row; a part of a larger mesh, too."""
+    want, _ = _play({"stage": 2, "shard_size": 2}, 2)
+    meshes = [
+        dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")),
+        dist.init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("tp", "dp_replicate", "dp_shard"))[
+            "dp_replicate", "dp_shard"
+        ],
+        dist.DeviceMesh("cpu", [[0, 2], [1, 3]]),
+        dist.DeviceMesh("cpu", [[3, 0], [1, 2]], mesh_dim_names=("replicate", "shard")),
+        dist.DeviceMesh("cpu", [0, 1, 2, 3]),
+    ]
+    for number, mesh in enumerate(meshes):
+        config = {"stage": 3 - 2 * (number % 2), "bucket_mib": 0.05}
+        got, optimizer = _play(config, 2, mesh)
+        assert optimizer.config.shard_size == (2 if mesh.ndim == 2 else None)
+        assert optimizer._communicator.shards.num_ranks == (2 if mesh.ndim == 2 else 4)
+        assert_snapshots_close(got, want, None, f"{mesh}, {config}", 10)
+
+
+def _mesh_errors() -> list[str]:
+    texts = []
+    model = _net()
+    sizes = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    for mesh, config in (
+        (dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")), {}),
+        (dist.init_device_mesh("cpu", (2, 2, 1)), {}),
+        (sizes, {"shard_size": 4}),
+        (dist.DeviceMesh("cpu", [0, 1]), {}),
+    ):
+        try:
+            zero_shard.AdamW(model.parameters(), module=model, config=config, process_group=mesh)
+        except ValueError as error:
+            texts.append(str(error))
+        else:
+            texts.append("")
+    zero_shard.AdamW(model.parameters(), module=model, config={"shard_size": 2}, process_group=sizes)
+    return texts
+
+
+def _all_meshes() -> list[str]:
+    for stage in (2, 3):
+        _tensor_parallel(stage)
+    _hybrid_mesh()
+    return _mesh_errors()
+
+
+def test_device_meshes_stand_beside_tensor_parallelism_and_say_what_is_shared() -> None:
+    results = ranks.run(4, _all_meshes)
+    for rank, (named, deep, other_size, outside) in enumerate(results):
+        for part in ("dp=2, tp=2", "expected one dimension", "(replicate, shard)", "mesh['dp']"):
+            assert part in named, named
+        assert "dimensions (2, 2, 1), expected one dimension" in deep, deep
+        assert "shard_size is 4" in other_size and "has 2 ranks; leave shard_size out" in other_size, other_size
+        assert ("does not contain this rank" in outside) == (rank > 1), outside
+
+
+# --- native backends ---
+
+
+def _record(groups: dict[str, set[Any]]) -> list[Any]:
+    """Return patches that note which process groups the native calls use."""
+    patches = []
+    for kind in ("reduce_scatter", "all_gather"):
+        name = next(n for n in (f"{kind}_single", f"{kind}_tensor", f"{kind}_into_tensor") if hasattr(dist, n))
+        call = getattr(dist, name)
+
+        def noting(*args: Any, kind: str = kind, call: Any = call, **kwargs: Any) -> Any:
+            groups.setdefault(kind, set()).add(kwargs["group"])
+            return call(*args, **kwargs)
+
+        patches.append(mock.patch.object(dist, name, noting))
+    return patches
+
+
+def _native_groups() -> None:
+    """Pretend that gloo is NCCL: ranks may start reductions and gathers in different orders."""
+    with mock.patch.object(collectives, "_backends", lambda group: {} if group is None else {"cpu": "nccl"}):
+        for config in ({"stage": 3}, {"stage": 2, "shard_size": 2}, {"stage": 3, "shard_size": 2}):
+            groups: dict[str, set[Any]] = {}
+            reductions, gathers = _record(groups)
+            with reductions, gathers:
+                model = _net()
+                optimizer = zero_shard.AdamW(model.parameters(), module=model, config=config)
+                model(torch.ones(1, _WIDTH)).sum().backward()
+                optimizer.step()
+            assert groups["reduce_scatter"] and groups["all_gather"], groups
+            assert not groups["reduce_scatter"] & groups["all_gather"], config
+        ranks_, full = optimizer._communicator, torch.arange(8.0)
+        gathered = torch.zeros(8)
+        gathered[4 * ranks_.shards.rank : 4 * ranks_.shards.rank + 4] = ranks_.shards.rank + 1.0
+        started = {
+            "exchange": lambda: ranks_.exchange(ranks_.shards, full, 0, "sums"),
+            "gather": lambda: (None, ranks_.all_gather_(ranks_.shards, gathered, 1, "slices")),
+        }
+        order = sorted(started, reverse=bool(dist.get_rank() % 2))
+        found = {name: started[name]() for name in order}
+        for name in order:
+            found[name][1].wait()
+        assert found["exchange"][0].view(-1).tolist() == (2 * full).chunk(2)[ranks_.shards.rank].tolist()
+        assert gathered.tolist() == [1.0] * 4 + [2.0] * 4
+    plain = zero_shard.AdamW(_net().parameters(), config={"stage": 2})
+    assert plain._communicator.shards.gathers is plain._communicator.shards.group, "gloo needs no second group"
+
+
+def test_native_reductions_and_gathers_have_groups_of_their_own() -> None:
+    ranks.run(4, _native_groups)

@@ -59,10 +59,11 @@ class Pending:
 
     Args:
         label: What is waited for.
-        works: Handles of torch.
+        works: Handles of torch; with ``hop``, first those of a message from every other rank, ascending.
         tensors: That are read or written meanwhile.
         is_native: The wait does not block the host.
         then: Starts a second hop, whose end is waited for, too.
+        hop: Whose ranks send.
     """
 
     def __init__(
@@ -72,9 +73,10 @@ class Pending:
         tensors: Sequence[Tensor] = (),
         is_native: bool = False,
         then: Callable[[], Pending] | None = None,
+        hop: Hop | None = None,
     ) -> None:
         self._label, self._works, self._tensors = label, list(works), list(tensors)
-        self._is_native, self._then = is_native, then
+        self._is_native, self._then, self._hop = is_native, then, hop
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
         self._second_hop: Pending | None = None
@@ -112,11 +114,20 @@ class Pending:
 
     def _finish(self) -> None:
         works, self._works = self._works, []
-        try:
-            for work in works:
+        for number, work in enumerate(works):
+            try:
                 work.wait()
-        except RuntimeError as error:
-            self._error = error
+            except RuntimeError as error:
+                self._error = error
+                self._label += self._sender_of(number)
+                return
+
+    def _sender_of(self, number: int) -> str:
+        """Return in words whose message a work has waited for."""
+        hop = self._hop
+        if hop is None or hop.group is None or number >= hop.num_ranks - 1:
+            return ""
+        return f" from rank {dist.get_global_rank(hop.group, number + (number >= hop.rank))}"
 
 
 def _drain(works: Sequence[Any], tensors: Sequence[Tensor]) -> None:
@@ -354,7 +365,7 @@ class Communicator:
                 slices[peer].copy_(piece)
             else:
                 works.append(_start(label, dist.isend, piece, group=hop.group, group_dst=peer, tag=tag))
-        return slices, Pending(label, works, [full, slices])
+        return slices, Pending(label, works, [full, slices], hop=hop)
 
     def all_gather_(self, hop: Hop, full: Tensor, tag: int, label: str) -> Pending:
         """Start to fill ``full`` [N] in place from the slices that the ranks of the hop own. All of them call.
@@ -388,7 +399,7 @@ class Communicator:
             for p in peers
         ]
         works += [_start(label, dist.isend, own, group=hop.gathers, group_dst=p, tag=tag) for p in peers]
-        return Pending(label, works, [full], then=then)
+        return Pending(label, works, [full], then=then, hop=hop)
 
     def _count(self, hop: Hop, nbytes: int) -> None:
         """Count a slice that goes to every other rank of a hop."""
@@ -506,10 +517,12 @@ def _group_of_mesh(mesh: DeviceMesh) -> tuple[ProcessGroup, list[list[int]] | No
         return mesh.get_group(), None
     is_named = names is not None and not ("replicate" in names[0] and "shard" in names[-1])
     if len(shape) != 2 or is_named:
-        dimensions = ", ".join(f"{name}={size}" for name, size in zip(names or shape, shape, strict=True))
+        dimensions = (
+            ", ".join(f"{name}={size}" for name, size in zip(names, shape, strict=True)) if names else str(shape)
+        )
         example = f"mesh[{names[0]!r}]" if names else "one made with mesh_dim_names"
         raise ValueError(
-            f"process_group got a device mesh with the dimensions ({dimensions}), expected one dimension of the ranks "
+            f"process_group got a device mesh with the dimensions {dimensions}, expected one dimension of the ranks "
             f"that train together on different data, or two: (replicate, shard). Pass a part of it, such as {example}"
         )
     members, world = sorted(mesh.mesh.flatten().tolist()), dist.group.WORLD
