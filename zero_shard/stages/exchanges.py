@@ -72,7 +72,9 @@ class Exchanges:
 
     def _exchange(self, bucket: Bucket, number: int, full: Tensor) -> _Exchange:
         """Start one hop of the exchange of a bucket."""
-        communicator, way = self._communicator, " across hosts or replicas" if number else ""
+        communicator, way = self._communicator, ""
+        if number:
+            way = " across hosts" if number < communicator.num_inner_hops else " across replicas"
         label = f"the gradients of {bucket.label}{way}"
         slices, pending = communicator.exchange(communicator.reduce_hops[number], full, 3 * bucket.index, label)
         return _Exchange(bucket, number, slices, pending)
@@ -107,10 +109,14 @@ class Exchanges:
         self.finish()
 
     def abandon(self) -> None:
-        """Wait for exchanges in flight and drop what they bring: it must not stay behind for the next ones."""
-        in_flight, self._in_flight = self._in_flight, []
-        for exchange in in_flight:
-            exchange.pending.wait()
+        """Finish exchanges in flight, whose sums are to be dropped: it must not stay behind for the next ones.
+
+        Every hop is taken: other ranks may be further.
+        """
+        try:
+            self.finish()
+        finally:
+            self._in_flight.clear()
 
     def _advance(self, exchange: _Exchange) -> _Exchange | None:
         """Use what an exchange has brought; return the one that follows where there are more hops."""
@@ -118,7 +124,7 @@ class Exchanges:
         communicator, num_hops = self._communicator, len(self._communicator.reduce_hops)
         if number == num_hops:
             return None
-        if number == communicator.num_inner_hops - 1 and number < num_hops - 1:
+        if number == communicator.num_inner_hops - 1 < num_hops - 1:  # see Note [Crossing replicas] in crossings.py
             accumulate = bucket.partial is not None
             if bucket.partial is None:
                 bucket.partial = torch.empty(slices.shape[1], dtype=bucket.math_dtype, device=bucket.device)
@@ -144,6 +150,5 @@ class Exchanges:
         if replicas.num_ranks == 1:
             return None
         label = f"the gradients of {bucket.label} from replicas"
-        return _Exchange(
-            bucket, num_hops, slices, communicator.all_gather_(replicas, bucket.grad, 3 * bucket.index, label)
-        )
+        pending = communicator.all_gather_(replicas, bucket.grad, 3 * bucket.index, label)
+        return _Exchange(bucket, num_hops, slices, pending)
