@@ -38,7 +38,7 @@ class Stored:
     def __init__(self, directory: Directory, reader: Reader) -> None:
         self.directory, self._reader = directory, reader
         self._metadata = reader.read_metadata()
-        self.index = Index(self._metadata, reader, {})
+        self.index = Index(self._metadata, reader, (), {})
         if self.index.is_ours and not directory.manifest["files"]:
             raise FileNotFoundError(f"{directory.path / MANIFEST} is missing: the checkpoint is damaged")
         self.entries = self._metadata.state_dict_metadata
