@@ -129,7 +129,7 @@ def _memory_is_bounded(parent: str) -> None:
     model, optimizer, scheduler = _build(1)
     _train(model, optimizer, scheduler, 1)
     rooms = []
-    with _writing(lambda name: time.sleep(0.01)):
+    with _writing(lambda name: time.sleep(0.0005)):
         first = zero_shard.async_save(f"{parent}/g", model, optimizer)
         for _ in range(3):
             last = zero_shard.async_save(f"{parent}/g", model, optimizer)
