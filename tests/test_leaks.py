@@ -21,7 +21,7 @@ from torch.optim import optimizer as torch_optimizer
 
 import zero_shard
 from zero_shard import collectives
-from zero_shard.stages import reduction
+from zero_shard.stages import backward_end
 
 LIMIT_S = 150.0  # many cases in one launch
 
@@ -129,7 +129,7 @@ def _hooks_are_removed(stage: int) -> None:
     del optimizer
     assert _hooks_of(model) == 0
     assert not [param for param in model.parameters() if isinstance(param.grad, zero_shard.ShardedGrad)]
-    assert len(reduction._open_reducers) == 0
+    assert len(backward_end._participants) == 0
 
 
 def _delete_average(stage: int) -> None:

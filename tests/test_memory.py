@@ -112,7 +112,7 @@ def _formula_itemsize(stage: int, dtype: torch.dtype, world_size: int) -> dict[s
 def _extra_nbytes(stage: int, dtype: torch.dtype, world_size: int) -> int:
     """Return what may be held beside the formula in backward: two buckets and a gradient, or two units with gradients.
 
-    See Note [One exchange in flight] in ``stages/reduction.py``.
+    See Note [One exchange in flight] in ``stages/exchanges.py``.
     """
     if stage == 3 and world_size > 1:
         return 2 * 2 * _LAYER_NUMEL * dtype.itemsize + _WIDTH * _WIDTH * dtype.itemsize
