@@ -29,6 +29,7 @@ from zero_shard.held_state import HeldState, held_of
 from zero_shard.layout import BLOCK_NUMEL, Segment
 from zero_shard.module_names import plain_names
 from zero_shard.number_formats import join_masters
+from zero_shard.stages.slots import GradSlot
 
 FORMAT_KEY = "zero_shard.version"
 FORMAT_VERSION = 1
@@ -61,7 +62,7 @@ class Names:
         self.others: dict[str, Tensor] = {}  # buffers
         self.extra_states: dict[str, Any] = {}
         for name, value in module.state_dict(keep_vars=True).items():
-            if not isinstance(value, Tensor):
+            if name.rpartition(".")[2] == "_extra_state" or not isinstance(value, Tensor):
                 self.extra_states[plain(name)] = value
             elif value not in self.of_param:
                 self.others[plain(name)] = value
@@ -77,8 +78,9 @@ class Names:
         return self.of_param[param][0]
 
     def everything(self) -> dict[str, None]:
-        """Return the names of all parameters and buffers, in order."""
-        return dict.fromkeys([*(name for of_param in self.of_param.values() for name in of_param), *self.others])
+        """Return the names of all parameters, buffers and extra states, in order."""
+        of_params = [name for of_param in self.of_param.values() for name in of_param]
+        return dict.fromkeys([*of_params, *self.others, *self.extra_states])
 
     def first_of_tied(self) -> dict[str, str]:
         """Return the first name of every parameter by its other ones."""
@@ -170,13 +172,15 @@ class _Collector:
         averages = {key: each for key, each in extra.items() if isinstance(each, ExponentialMovingAverage)}
         tree["averages"] = {key: self._averages(key, average) for key, average in averages.items()}
         if self._ranks.rank == 0:
-            tree["model"] |= {name: _safe(name, value) for name, value in names.extra_states.items()}
+            for name, value in names.extra_states.items():
+                is_tensor = isinstance(value, Tensor)
+                tree["model"][name] = self._copy(name, value.detach()) if is_tensor else _safe(name, value)
             tree["optim"]["param_groups"] = [
                 {key: _safe(f"option {key!r} of a group", group[key]) for key in group if key not in _NAMES_OF_GROUP}
-                | {"params": Value(of_group)}
+                | {key: Value(of_group) for key in _NAMES_OF_GROUP if key in group}
                 for group, of_group in zip(self._optimizer.param_groups, group_names, strict=True)
             ]
-            tree["extra"] = {key: _safe(key, _state_of(each)) for key, each in extra.items()}
+            tree["extra"] = {key: _safe(key, _state_of(key, each)) for key, each in extra.items()}
             tree["zero_shard"] = {"version": Value(FORMAT_VERSION)}
         aliases = {f"model.{other}": f"model.{first}" for other, first in names.first_of_tied().items()}
         return Contents({key: each for key, each in tree.items() if each}, group_names, aliases)
@@ -185,7 +189,7 @@ class _Collector:
         weights: dict[str, Any] = {}
         for slot in self._slots:
             if slot.param.numel() == 0 and self._ranks.rank == 0:
-                weights[self._names.first(slot.param)] = torch.empty(slot.param.shape, dtype=slot.bucket.dtype)
+                weights[self._names.first(slot.param)] = _empty_like(slot, slot.bucket.dtype)
             source = self._stored[slot.bucket].source("weights", slot.position)
             if source is not None:
                 weights[self._names.first(slot.param)] = source
@@ -209,6 +213,8 @@ class _Collector:
                 source = stored.source(kind, slot.position)
                 if source is not None:
                     entry[kind] = source
+                elif slot.param.numel() == 0 and self._ranks.rank == 0 and getattr(slot.bucket, kind) is not None:
+                    entry[kind] = _empty_like(slot, getattr(slot.bucket, kind).dtype)
             if slot.index % self._ranks.num_ranks == self._ranks.rank:
                 entry["step"] = torch.tensor(steps[slot.index], dtype=torch.float32)
         return {name: entry for name, entry in state.items() if entry}
@@ -228,6 +234,10 @@ def _itself(part: Tensor) -> Tensor:
     return part
 
 
+def _empty_like(slot: GradSlot, dtype: torch.dtype) -> Tensor:
+    return torch.empty(slot.param.shape, dtype=dtype)
+
+
 def collect(
     module: nn.Module, optimizer: AdamW, extra: Mapping[str, Any], copy: Copy = lambda _, tensor: tensor
 ) -> Contents:
@@ -245,7 +255,9 @@ def is_stateful(value: Any) -> bool:
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
 
 
-def _state_of(value: Any) -> Any:
+def _state_of(key: str, value: Any) -> Any:
+    if isinstance(value, AdamW):
+        raise TypeError(f"{key}: an extra is rank 0's, which has a part of this optimizer; save it under another path")
     if isinstance(value, ExponentialMovingAverage):
         return {"num_updates": value.num_updates}
     return value.state_dict() if is_stateful(value) else value

@@ -120,7 +120,7 @@ class Index:
 
     def value(self, key: str) -> Any:
         """Return what a key has that is small: a value, or a tensor that was written as one piece."""
-        return self._reader.read_value(key)
+        return self._reader.read_value(key, len(self.shape_of(key) or ()))
 
     def steps_of(self, name: str) -> float:
         """Return how often a parameter has been updated, 0 if it has no state."""
@@ -137,7 +137,8 @@ class Index:
         """
         if self._groups:
             found = [
-                {option: self.value(key) for option, key in group.items()} for _, group in sorted(self._groups.items())
+                {option: self.value(key) for option, key in group.items() if option != "param_names"}
+                for _, group in sorted(self._groups.items())
             ]
             known: dict[Any, str] = {**self._first_name, **self._numbered}
             stored = [[known.get(name, name) for name in group.pop("params", [])] for group in found]
@@ -164,7 +165,8 @@ class Index:
 
     def _flat_group(self, names: Sequence[str]) -> dict[str, Any]:
         options = [
-            {option: self.value(key) for option, key in self._flat_groups.get(name, {}).items()} for name in names
+            {o: self.value(key) for o, key in self._flat_groups.get(name, {}).items() if o != "param_names"}
+            for name in names
         ]
         for name, each in zip(names, options, strict=True):
             if not each:

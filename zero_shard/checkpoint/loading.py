@@ -123,6 +123,7 @@ class _Job:
         self._groups: list[dict[str, Any]] = []
         self._extras: dict[str, Any] = {}
         self._random: dict[str, Any] | None = None
+        self._extra_states: list[tuple[Callable[[Any], None], Any]] = []  # of modules
 
     # ---- checks: nothing live is touched -------------------------------------------------------------------
 
@@ -148,6 +149,7 @@ class _Job:
             if tensor.numel():
                 self._add_plain(self._index.weights[name], tensor.detach())
         self._check_unexpected()
+        self._add_extra_states()
         if self._optimizer is not None:
             self._add_state(self._optimizer)
         self._extras = {name: self._index.value(key) for name, key in self._index.extras.items()}
@@ -180,10 +182,19 @@ class _Job:
     def _check_unexpected(self) -> None:
         known = self._names.everything()
         for name in self._index.weights:
-            if name not in known and name.rpartition(".")[2] != "_extra_state":
+            if name not in known:
                 raise ValueError(
                     f"the checkpoint has model.{name}, which the model does not have; it is of another model"
                 )
+
+    def _add_extra_states(self) -> None:
+        for prefix, each in self._module.named_modules():
+            name = self._names.plain(f"{prefix}._extra_state" if prefix else "_extra_state")
+            if name not in self._names.extra_states:
+                continue
+            if name not in self._index.weights:
+                raise ValueError(f"the checkpoint has no model.{name}; it was written for another model")
+            self._extra_states.append((each.set_extra_state, self._index.value(self._index.weights[name])))
 
     def _check_target(self, name: str, target: Any) -> None:
         if name not in self._extras:
@@ -260,7 +271,7 @@ class _Job:
         self._prepare.append(partial(clear_state, slot, dict.fromkeys((*stored, "low"))))
         for kind in STATE_NAMES:
             if kind not in stored:
-                if kind != "max_exp_avg_sq" and stored:
+                if kind != "max_exp_avg_sq" and stored and slot.param.numel():
                     raise ValueError(f"the checkpoint has no {kind} of {self._names.first(slot.param)}")
                 continue
             if kind == "max_exp_avg_sq" and bucket.has_codes:
@@ -284,7 +295,8 @@ class _Job:
         keys = self._index.averages.get(name, {})
         for slot in average.optimizer.held.slots:
             key = keys.get(self._names.first(slot.param))
-            if key is None and slot.param.requires_grad and self._extras[name]["num_updates"]:
+            is_averaged = slot.param.requires_grad and slot.param.numel() and self._extras[name]["num_updates"]
+            if key is None and is_averaged:
                 raise ValueError(f"the averages {name!r} of the checkpoint lack {self._names.first(slot.param)}")
             if key is not None and slot.param.numel():
                 bucket, position = slot.bucket, slot.position
@@ -304,7 +316,8 @@ class _Job:
     @torch.no_grad()
     def commit(self, has_random_states: bool) -> None:
         """Make what was read visible. All ranks call."""
-        self._set_extra_states()
+        for set_extra_state, value in self._extra_states:
+            set_extra_state(value)
         for held in self._holders:
             if self._optimizer is not None and held is self._optimizer.held:
                 held.load_groups(self._filled_groups(self._optimizer))
@@ -319,12 +332,6 @@ class _Job:
             {**{key: value for key, value in present.items() if key != "params"}, **loaded}
             for present, loaded in zip(optimizer.param_groups, self._groups, strict=True)
         ]
-
-    def _set_extra_states(self) -> None:
-        for name, each in self._module.named_modules():
-            key = self._index.weights.get(self._names.plain(f"{name}._extra_state" if name else "_extra_state"))
-            if key is not None:
-                each.set_extra_state(self._index.value(key))
 
     def finish(self, into: Mapping[str, Any]) -> dict[str, Any]:
         """Load the user's objects, and return the extras."""

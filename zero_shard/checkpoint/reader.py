@@ -153,13 +153,15 @@ class Reader(StorageReader):
             if nbytes < end:
                 raise ValueError(f"{name} is damaged: it has {nbytes} bytes, expected at least {end}")
 
-    def read_value(self, key: str) -> Any:
+    def read_value(self, key: str, num_dims: int = 0) -> Any:
         """Return something that was stored in one piece; no code is run.
 
+        Args:
+            num_dims: Of a tensor.
         Raises:
             ValueError: It needs a class that is not safe to load, or is damaged.
         """
-        place = self._places.get(MetadataIndex(key)) or self._places[MetadataIndex(key, torch.Size([]))]
+        place = self._places.get(MetadataIndex(key)) or self._places[MetadataIndex(key, torch.Size([0] * num_dims))]
         spot = (place.relative_path, place.offset)
         if spot not in self._values:
             self._values[spot] = self._load_value(key, place)
