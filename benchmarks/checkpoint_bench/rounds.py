@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import shutil
-import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -21,7 +20,6 @@ from checkpoint_bench.contenders import CONTENDERS, Contender
 from checkpoint_bench.memory import peak_above_nbytes
 
 NUM_WARM_UP_STEPS = 2
-NUM_BASE_STEPS = 3
 STEPS_PER_SAVE = 1.5
 """Steps that are trained during an asynchronous save, in times of the blocking one."""
 RESUME_TOLERANCE = 1e-5
@@ -96,18 +94,18 @@ def measure_round(subject: Subject) -> None:
 
 def _measure_async(subject: Subject) -> None:
     contender, path = subject.contender, subject.directory / "async"
-    base_ms = statistics.median(_timed(contender.step) for _ in range(NUM_BASE_STEPS))
-    num_steps = math.ceil(STEPS_PER_SAVE * subject.save_ms[-1] / base_ms)
-    wait: list[Callable[[], object]] = []
-    call_ms = _timed(lambda: wait.append(contender.async_save(path)))
+    step_ms = _timed(contender.step)
+    num_steps = math.ceil(STEPS_PER_SAVE * subject.save_ms[-1] / step_ms)
 
-    def train_and_wait() -> None:
+    def train() -> None:
         for _ in range(num_steps):
             contender.step()
-        wait[0]()
 
+    alone_ms = _timed(train)  # right before, as other work on the machine comes and goes
+    wait: list[Callable[[], object]] = []
+    call_ms = _timed(lambda: wait.append(contender.async_save(path)))
     subject.call_ms.append(call_ms)
-    subject.stall_ms.append(call_ms + _timed(train_and_wait) - num_steps * base_ms)
+    subject.stall_ms.append(call_ms + _timed(lambda: (train(), wait[0]())) - alone_ms)
 
 
 def _timed(call: Callable[[], object]) -> float:

@@ -21,14 +21,7 @@ from torch import Tensor
 _NUMPY_FORMATS = {"f4": "<f", "f8": "<d", "i4": "<i", "i8": "<q"}
 
 
-class _Sealed(type):
-    """Classes that a pickle cannot change (its BUILD sets attributes of whatever it has got)."""
-
-    def __setattr__(cls, name: str, value: object) -> None:
-        raise TypeError(f"a pickle sets {name} of the stand-in for {cls.__name__}")
-
-
-class Inert(metaclass=_Sealed):
+class Inert:
     """Stands for an object whose class is not loaded: holds its constructor's arguments and its state."""
 
     __slots__ = ("arguments", "state")
@@ -46,6 +39,7 @@ class Inert(metaclass=_Sealed):
         pass
 
     def __setstate__(self, state: Any) -> None:
+        """Keep the state. Without this method a pickle's BUILD would set attributes, of classes too."""
         self.state = state
 
     def __repr__(self) -> str:
@@ -140,7 +134,7 @@ class _Unpickler(pickle.Unpickler):
         known = _KNOWN.get((module, name))
         if known is not None:
             return known
-        return _Sealed(name, (Inert,), {"__slots__": (), "origin": f"{module}.{name}"})
+        return type(name, (Inert,), {"__slots__": (), "origin": f"{module}.{name}"})
 
 
 _PICKLE = types.SimpleNamespace(__name__="inert_pickle", Unpickler=_Unpickler)
