@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -459,17 +458,3 @@ def test_the_command_line_and_a_reader_that_has_seen_enough(saved: Saved) -> Non
     assert process.stderr.read() == ""
     process.stderr.close()
     assert process.wait(120) == 0
-
-
-# --- docs/checkpoint-format.md ----------------------------------------------------------------------------
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_snippets_of_the_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    text = (ROOT / "docs" / "checkpoint-format.md").read_text(encoding="utf-8")
-    snippets = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    assert len(snippets) == 6
-    names: dict[str, Any] = {}
-    for number, snippet in enumerate(snippets):
-        exec(compile(snippet, f"snippet {number}", "exec"), names)
