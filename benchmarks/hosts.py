@@ -5,7 +5,7 @@
 Every host is a namespace with one end of the link and its own torchrun; the two meet through torchrun's rendezvous.
 Needs Linux, root and iproute2 (``ip`` and ``tc``), and leaves nothing behind:
 
-    python benchmarks/hosts.py --mbit 200 --output benchmarks/results/hosts.json
+    python benchmarks/hosts.py --mbit 200 --steps 3 --output benchmarks/results/hosts.json
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import torch
 
 RANK_SCRIPT = Path(__file__).with_name("hosts_rank.py")
 DEVICE = "wire0"  # the end of the veth pair in every host
@@ -177,7 +179,9 @@ def main() -> None:
         link = row["link_nbytes"] / 2**20
         print(f"| {row['num_micros']} | {row['config']['stage']} | {size} | {link:.2f} | {1e3 * row['step_s']:.0f} |")
     if arguments.output:
-        arguments.output.write_text(json.dumps({"command": sys.argv, "ranks": found}, indent=1), encoding="utf-8")
+        settings = {key: value for key, value in vars(arguments).items() if key != "output"}
+        report = {"settings": settings, "torch": torch.__version__, "cpus": os.cpu_count(), "ranks": found}
+        arguments.output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

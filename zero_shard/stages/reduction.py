@@ -291,32 +291,31 @@ class Reducer:
         for bucket in waiting:
             self._start(bucket)
             self.exchanges.finish()
-        for slot, has_gradient in zip(self.slots, is_present, strict=True):
-            slot.has_partial |= bool(has_gradient)
         if self.exchanges.is_crossing:
             self.exchanges.cross(self.buckets)
-            self._hand_reduced()
+            self._hand_reduced(is_present)
         else:
-            self._hand_partial()
+            self._hand_partial(is_present)
         self._crossings.is_due = not self.exchanges.is_crossing
         self._is_fresh = self.exchanges.is_crossing
         self.norms.forget()
         self._rounds.learn_order()
 
-    def _hand_reduced(self) -> None:
+    def _hand_reduced(self, is_present: Sequence[int]) -> None:
         """Give out mean gradients."""
         views: dict[int, list[Tensor]] = {}
-        for slot in self.slots:
-            slot.has_reduced |= slot.has_partial
+        for slot, has_gradient in zip(self.slots, is_present, strict=True):
+            slot.has_reduced |= slot.has_partial or bool(has_gradient)
             slot.has_partial = False
             if slot.has_reduced:
                 slot.hand(views)
             elif slot.handed is not None:  # was pending, and nobody had one
                 slot.handed = slot.param.grad = None
 
-    def _hand_partial(self) -> None:
-        """Give out gradients that are reduced inside the shard group so far. See Note [Crossing replicas]."""
-        for slot in self.slots:
+    def _hand_partial(self, is_present: Sequence[int]) -> None:
+        """Give out gradients that are reduced inside the shard group so far."""
+        for slot, has_gradient in zip(self.slots, is_present, strict=True):
+            slot.has_partial |= bool(has_gradient)
             if slot.has_reduced or slot.has_partial:
                 slot.hand_pending()
             elif slot.handed is not None:

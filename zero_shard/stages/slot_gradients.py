@@ -28,17 +28,17 @@ class SlotGradients:
         if self._plain is not None:
             return
         for bucket in self._buckets:
-            has_reduced, has_partial, is_whole = False, False, bucket.layout.num_shards == 1
-            for slot in self._slots[bucket.slots.start : bucket.slots.stop]:
+            has_reduced, is_whole = False, bucket.layout.num_shards == 1
+            slots = self._slots[bucket.slots.start : bucket.slots.stop]
+            for slot in slots:
                 if slot.handed is not None and slot.param.grad is not slot.handed:
                     slot.notice_replaced()
                 elif is_whole and slot.handed is not None:
                     slot.notice_moved()
                 has_reduced |= slot.has_reduced
-                has_partial |= slot.has_partial
             if not has_reduced:
                 bucket.grad = None
-            if not has_partial:
+            if bucket.partial is not None and not any(slot.has_partial for slot in slots):
                 bucket.partial = None
 
     def take_new(self) -> bool:
