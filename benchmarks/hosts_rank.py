@@ -131,15 +131,18 @@ def lose_link(plan: Plan) -> dict[str, Any]:
     group = dist.new_group(timeout=timedelta(seconds=plan.lost_timeout_s))
     training = Training(plan, {"config": {"stage": 2}}, group)
     training.step()
-    dist.barrier()
+    training.optimizer.zero_grad()
+    loss = training.model(training._inputs).sum()
+    # Files, since a barrier may still need the link on another rank when it is over on this one.
+    marks = [Path(plan.folder, f"{rank}.ready") for rank in range(dist.get_world_size())]
+    marks[dist.get_rank()].touch()
+    _wait_for(marks)
+    if dist.get_rank() == dist.get_world_size() - 1:
+        subprocess.run(["ip", "link", "set", plan.device, "down"], check=True)
+        Path(plan.folder, "down").touch()
+    _wait_for([Path(plan.folder, "down")])
     start = time.monotonic()
     try:
-        training.optimizer.zero_grad()
-        loss = training.model(training._inputs).sum()
-        if int(os.environ["GROUP_RANK"]) == 1 and int(os.environ["LOCAL_RANK"]) == 0:
-            subprocess.run(["ip", "link", "set", plan.device, "down"], check=True)
-        else:
-            time.sleep(0.3)
         loss.backward()
         training.optimizer.step()
     except Exception as error:
@@ -147,6 +150,11 @@ def lose_link(plan: Plan) -> dict[str, Any]:
     else:
         text = ""
     return {"error": text, "after_s": time.monotonic() - start}
+
+
+def _wait_for(paths: list[Path]) -> None:
+    while not all(path.exists() for path in paths):
+        time.sleep(0.01)
 
 
 def main() -> None:

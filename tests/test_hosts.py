@@ -37,7 +37,7 @@ _DEVICE_LIMIT = 1.06
 def found() -> list[dict[str, Any]]:
     """What every rank has measured; the link is lost at the end."""
     ways = [{"config": config, "num_micros": num_micros} for config, num_micros, _ in _WAYS]
-    return hosts.measure(ways, 300, mbit=_MBIT, num_counted=2, num_timed=1, drop_link=True, lost_timeout_s=_TIMEOUT_S)
+    return hosts.measure(ways, 150, mbit=_MBIT, num_counted=2, num_timed=1, drop_link=True, lost_timeout_s=_TIMEOUT_S)
 
 
 def test_the_link_between_hosts_carries_each_sum_once(found: list[dict[str, Any]]) -> None:
