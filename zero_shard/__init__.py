@@ -5,7 +5,7 @@ from zero_shard.averaging import ExponentialMovingAverage
 from zero_shard.checkpoint import PendingSave, async_save, latest_checkpoint, load, save
 from zero_shard.config import ZeroConfig
 from zero_shard.gathering import full_state_dict, gathered
-from zero_shard.plan import Usage
+from zero_shard.promises import Usage
 from zero_shard.sharded_grad import ShardedGrad
 
 __all__ = [

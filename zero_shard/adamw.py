@@ -22,7 +22,7 @@ from zero_shard.construction import Builder, check_amsgrad
 from zero_shard.copying import copy_bucket
 from zero_shard.groups import pack_groups
 from zero_shard.held_state import HeldState
-from zero_shard.plan import Usage, describe_storage, usage_of
+from zero_shard.promises import Usage, describe_storage, usage_of
 from zero_shard.sharded_grad import ShardedGrad
 from zero_shard.skipping import NonfiniteSkip
 from zero_shard.stages import build_stage
@@ -124,7 +124,7 @@ class AdamW(torch.optim.AdamW):
     def _set_up(self, communicator: Communicator) -> None:
         """Make everything that needs the config only."""
         self._communicator = communicator
-        self._kernels = ops.select(self.config.kernels)
+        self._kernels = ops.select(self.config.kernels, "meta" if communicator.is_rehearsing else "cpu")
         self._stage = build_stage(self.config, communicator)
         self._reducer = Reducer(communicator, self._kernels, self.config.reduce_dtype, self._stage.reduces_in_backward)
         self._reducer.exchanges.takes_squares = self.config.max_grad_norm is not None or self.config.skip_nonfinite

@@ -33,6 +33,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from zero_shard.fake_group import FakeGroup
 from zero_shard.roll_call import RollCall
 from zero_shard.topology import common_host_grid, shard_groups
 
@@ -193,7 +194,7 @@ class Communicator:
         self.shard_size = None if self._rows is None else len(self._rows[0])
         self.group: ProcessGroup | None = process_group
         self.num_ranks = dist.get_world_size(process_group) if process_group is not None else 1
-        self.rank = dist.get_rank(process_group) if process_group is not None else 0
+        self.rank = _rank_in(process_group)
         if self.rank < 0:
             raise ValueError("process_group does not contain this rank; build the optimizer on its members only")
         self.shards = self.replicas = _ALONE
@@ -246,6 +247,11 @@ class Communicator:
             vars(copied)["_roll_call"] = copied._new_roll_call(f"background {self._num_background}")
         return copied
 
+    @property
+    def is_rehearsing(self) -> bool:
+        """Whether there is no other process: a dry run on the meta device."""
+        return isinstance(self.group, FakeGroup)
+
     def split(self, num_shards: int) -> None:
         """Form shard groups of ``num_shards`` neighbours and replica groups across them. All ranks call.
 
@@ -288,12 +294,16 @@ class Communicator:
         assert self.group is not None
         if len(positions) == self.num_ranks and not kind:
             return self.group
+        if isinstance(self.group, FakeGroup):
+            return self.group.part(positions)
         members = dist.get_process_group_ranks(self.group)
         return _sub_group(self.group, [members[position] for position in positions], kind)
 
     def _hosts_of_ranks(self) -> list[str]:
         """Return the host of each rank. All ranks call; blocks the first time."""
         assert self.group is not None
+        if isinstance(self.group, FakeGroup):
+            return self.group.hosts
         if self.group not in _hosts:
             _hosts[self.group] = self.gather_objects(name_of_host(), "the hosts of the ranks")
         return _hosts[self.group]
@@ -433,6 +443,8 @@ class Communicator:
         if self.num_ranks == 1:
             return [value]
         _announce(label)
+        if isinstance(self.group, FakeGroup):
+            return [value] * self.num_ranks
         values: list[Any] = [None] * self.num_ranks
         try:
             dist.all_gather_object(values, value, group=self.control)
@@ -478,7 +490,7 @@ class Communicator:
         _announce(label)
         self.sent_nbytes += values.nbytes * (self.num_ranks - 1)
         is_native = values.device.type in self._native_devices
-        sent = values if is_native else values.cpu()
+        sent = values if is_native or values.is_meta else values.cpu()
         gathered = torch.empty(self.num_ranks * values.numel(), dtype=values.dtype, device=sent.device)
         all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
         group = self.group if is_native else self.control
@@ -496,8 +508,16 @@ def _backends(group: ProcessGroup | None) -> dict[str, str]:
     """Return the backend of a group for each kind of device, as in "cpu:gloo,cuda:nccl"."""
     if group is None:
         return {}
+    if isinstance(group, FakeGroup):
+        return group.backends
     pairs = (entry.partition(":") for entry in dist.get_backend_config(group).split(","))
     return {device: backend for device, _, backend in pairs}
+
+
+def _rank_in(group: ProcessGroup | None) -> int:
+    if group is None:
+        return 0
+    return group.rank() if isinstance(group, FakeGroup) else dist.get_rank(group)
 
 
 def name_of_host() -> str:

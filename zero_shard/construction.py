@@ -228,7 +228,7 @@ class Builder:
         if is_first and isinstance(self._stage, ParameterSharding) and self._num_shards > 1:
             self._build_units(self._stage, nbytes)
         elif is_first and self._module is not None:
-            materialize(self._module, list(self._module.parameters()), _default_device(self._module))
+            self._materialize(self._module, list(self._module.parameters()))
         self._build_buckets([each for each in named if id(each[1]) not in self._bucketed], nbytes)
         self._settle_rest(named)
         if self._precision is not None:
@@ -239,10 +239,14 @@ class Builder:
     def _build_units(self, stage: ParameterSharding, nbytes: int) -> None:
         assert self._module is not None
         for plan in find_units(self._module, self._config.units, nbytes):
-            materialize(self._module, [param for _, param in plan.params], _default_device(self._module))
+            self._materialize(self._module, [param for _, param in plan.params])
             buckets = [self._make(named) for named in self._by_kind(plan.params)]
             stage.add_unit(plan.name or "the rest of the model", plan.modules, buckets)
         stage.attach(self._module, self._reducer)
+
+    def _materialize(self, module: nn.Module, params: Sequence[nn.Parameter]) -> None:
+        if not self._communicator.is_rehearsing:  # else everything stays on the meta device
+            materialize(module, params, _default_device(module))
 
     def _build_buckets(self, named: Sequence[NamedParam], nbytes: int) -> None:
         buckets: list[list[NamedParam]] = []
@@ -301,7 +305,8 @@ class Builder:
         if self._module is not None and not self._known:
             taken = self._bucketed | {id(param) for _, param in named}
             others = [(n, p) for n, p in plain_named_parameters(self._module) if id(p) not in taken]
-            check_buffers(self._module)
+            if not self._communicator.is_rehearsing:
+                check_buffers(self._module)
             tensors += [(name, param.data) for name, param in others]
             tensors += list(self._module.named_buffers())
         if not self._config.sync_module_states:

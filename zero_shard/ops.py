@@ -108,6 +108,7 @@ def _packed(tensors: Sequence[Tensor], offsets: Sequence[int]) -> tuple[Sequence
     return [torch.from_numpy(rows)], []
 
 
+_NONE = Kernels("none", *(lambda *args: None for _ in _OP_NAMES))  # for tensors without numbers
 _TWINS = Kernels("torch", *(getattr(twins, name) for name in _OP_NAMES))
 _MISSING = _load()
 _warned: set[str] = set()
@@ -140,13 +141,15 @@ def select(kernels: str = "auto", device: torch.device | str = "cpu") -> Kernels
     Args:
         kernels: "auto" (compiled where present, else the twins and one line in the log), "native", "torch", or "apex"
             (as "auto", with NVIDIA apex's update; see Note [apex]).
-        device: Where the shards live.
+        device: Where the shards live; on the meta device there is nothing to do.
     Raises:
         ValueError: an unknown name.
         RuntimeError: "native" where the compiled part is missing, "apex" where that is; the message says why.
     """
     if kernels not in ("auto", "native", "torch", "apex"):
         raise ValueError(f"kernels must be 'auto', 'native', 'torch' or 'apex', got {kernels!r}")
+    if torch.device(device).type == "meta":
+        return _NONE
     if kernels == "torch":
         return _TWINS
     if kernels == "apex":

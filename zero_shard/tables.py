@@ -36,6 +36,7 @@ class SlotTables:
 
     def extend(self, num_slots: int, device: torch.device) -> None:
         """Make room for new slots, with no steps."""
+        device = torch.device("cpu") if device.type == "meta" else device  # in a rehearsal, counts are still counted
         old, self.steps = self.steps, torch.zeros(num_slots, dtype=torch.float32, device=device)
         self.steps[: old.numel()] = old
         self._signature = None

@@ -252,6 +252,8 @@ class GradSlot:
         if own is None or handed is None or isinstance(handed, ShardedGrad) or handed.numel() == 0:
             return
         if handed.data_ptr() == 0:  # it was pending, and became plain while the right side was computed
+            if own.is_meta:  # a rehearsal
+                return
             raise RuntimeError(
                 f"p.grad.data of {self.name} was set to a sharded gradient, which has no memory of its own; assign to "
                 "p.grad, or use p.grad.copy_(...)"
