@@ -5,6 +5,7 @@ from zero_shard.averaging import ExponentialMovingAverage
 from zero_shard.checkpoint import PendingSave, async_save, latest_checkpoint, load, save
 from zero_shard.config import ZeroConfig
 from zero_shard.gathering import full_state_dict, gathered
+from zero_shard.planning import plan
 from zero_shard.promises import Usage
 from zero_shard.sharded_grad import ShardedGrad
 
@@ -20,6 +21,7 @@ __all__ = [
     "gathered",
     "latest_checkpoint",
     "load",
+    "plan",
     "save",
 ]
 __version__ = "0.1.0"

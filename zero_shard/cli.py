@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import zero_shard
 from zero_shard import doctor
 from zero_shard.checkpoint import command as ckpt
+from zero_shard.planning import command as plan_command
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -23,6 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     examine.add_argument("--json", action="store_true", help="print JSON")
     examine.set_defaults(run=lambda given: doctor.run(is_json=given.json))
     ckpt.register(commands)
+    plan_command.register(commands)
     given = parser.parse_args(arguments)
     code: int = given.run(given)
     return code

@@ -21,12 +21,14 @@ class Message(NamedTuple):
         members: Ranks that take part, of those of the outermost group.
         sent_nbytes: That this rank sends, by an algorithm that sends no more than it must.
         num_steps: Messages that this rank sends one after the other in a ring; 1 for a send.
+        is_host: Of a tensor on the CPU beside those of the model: hosts agree on something.
     """
 
     kind: str
     members: range
     sent_nbytes: int
     num_steps: int
+    is_host: bool
 
 
 class FakeGroup(ProcessGroup):
@@ -60,15 +62,15 @@ class FakeGroup(ProcessGroup):
         step = members[1] - members[0] if len(members) > 1 else 1
         return FakeGroup(len(members), self.is_native, self._ranks_per_node, range(members[0], members[-1] + 1, step), self.messages)
 
-    def _note(self, kind: str, sent_nbytes: int, num_steps: int) -> Work:
-        self.messages.append(Message(kind, self.members, sent_nbytes, num_steps))
+    def _note(self, kind: str, tensor: Tensor, sent_nbytes: int, num_steps: int) -> Work:
+        self.messages.append(Message(kind, self.members, sent_nbytes, num_steps, tensor.is_cpu))
         return _Done()
 
     # ---- what torch.distributed calls ----------------------------------------------------------------------
 
     def send(self, tensors: list[Tensor], rank: int, tag: int) -> Work:
         """Note a message."""
-        return self._note("send", tensors[0].nbytes, 1)
+        return self._note("send", tensors[0], tensors[0].nbytes, 1)
 
     def recv(self, tensors: list[Tensor], rank: int, tag: int) -> Work:
         """Do nothing: what is received costs who sends it."""
@@ -78,24 +80,24 @@ class FakeGroup(ProcessGroup):
         """Note that a ring passes every other slice on; small tensors on the CPU are filled with the own one."""
         if full.is_cpu:
             full.view(self.size(), -1).copy_(own.view(1, -1))
-        return self._note("all_gather", (self.size() - 1) * own.nbytes, self.size() - 1)
+        return self._note("all_gather", own, (self.size() - 1) * own.nbytes, self.size() - 1)
 
     _allgather_base = all_gather_single  # type: ignore[assignment] # before torch 2.13
 
     def reduce_scatter_single(self, own: Tensor, full: Tensor, *_: Any) -> Work:
         """Note that a ring passes every other slice on."""
-        return self._note("reduce_scatter", (self.size() - 1) * own.nbytes, self.size() - 1)
+        return self._note("reduce_scatter", own, (self.size() - 1) * own.nbytes, self.size() - 1)
 
     _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
 
     def allreduce(self, tensors: list[Tensor], *_: Any) -> Work:  # type: ignore[override]
         """Note a reduce-scatter and an all-gather."""
         num_peers = self.size() - 1
-        return self._note("all_reduce", 2 * tensors[0].nbytes * num_peers // self.size(), 2 * num_peers)
+        return self._note("all_reduce", tensors[0], 2 * tensors[0].nbytes * num_peers // self.size(), 2 * num_peers)
 
     def broadcast(self, tensors: list[Tensor], *_: Any) -> Work:  # type: ignore[override]
         """Note that rank 0 sends once, in a chain."""
-        return self._note("broadcast", tensors[0].nbytes, 1)
+        return self._note("broadcast", tensors[0], tensors[0].nbytes, 1)
 
 
 class _Done(Work):

@@ -71,7 +71,7 @@ class _Rehearsing:
     def __init__(self, skeleton: Skeleton, optimizer: Any, group: FakeGroup) -> None:
         self.skeleton, self.optimizer, self.group = skeleton, optimizer, group
         self._stream: Tensor | None = None
-        bucketed = {id(param) for bucket in optimizer._reducer.buckets for param in bucket.params}
+        bucketed = {id(param) for bucket in optimizer.held.buckets for param in bucket.params}
         self._rest = [(kind, tensor) for kind, tensor in skeleton.tensors if id(tensor) not in bucketed]
 
     def phases(self) -> dict[str, Callable[[], None]]:
@@ -93,8 +93,8 @@ class _Rehearsing:
 
     def holdings(self) -> Iterator[tuple[str, Tensor]]:
         """Yield what is held for a purpose; a gradient that is a view of a bucket's counts once."""
-        reducer = self.optimizer._reducer
-        for bucket in reducer.buckets:
+        held = self.optimizer.held
+        for bucket in held.buckets:
             yield "in flight" if bucket.owns_shard else "weights", bucket.full
             yield "weights", bucket.shard
             if bucket.grad is not None:
@@ -102,7 +102,7 @@ class _Rehearsing:
             if bucket.low is not None:
                 yield "masters", bucket.low
             yield from (("moments", each) for name in _STATE if (each := getattr(bucket, name)) is not None)
-        for slot in reducer.slots:
+        for slot in held.slots:
             local = slot.local if slot.local is not None else slot.param.grad
             if local is not None and not hasattr(local, "source"):
                 yield "gradients", local
@@ -111,7 +111,7 @@ class _Rehearsing:
     def update_nbytes(self) -> int:
         """Bytes that the kernel of the update reads and writes."""
         total = 0
-        for bucket in self.optimizer._reducer.buckets:
+        for bucket in self.optimizer.held.buckets:
             if bucket.exp_avg is None:
                 continue
             changed = [bucket.shard, bucket.low, *(getattr(bucket, name) for name in _STATE)]
