@@ -205,7 +205,7 @@ _ORDER = [
     ["clipping", "skipping", "tenure"],
     ["held_state"],
     ["update"],
-    ["rehearsal.memory", "rehearsal.skeleton", "rehearsal.run", "rehearsal"],
+    ["rehearsal.memory", "rehearsal.skeleton", "rehearsal.run", "rehearsal.auto", "rehearsal"],
     ["adamw"],
     ["interchange.imported", "interchange.inert_pickle", "interchange.adam_groups"],
     ["interchange.deepspeed_files"],

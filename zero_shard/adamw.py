@@ -23,6 +23,7 @@ from zero_shard.copying import copy_bucket
 from zero_shard.groups import pack_groups
 from zero_shard.held_state import HeldState
 from zero_shard.promises import Usage, describe_storage, usage_of
+from zero_shard.rehearsal import choose_stage
 from zero_shard.sharded_grad import ShardedGrad
 from zero_shard.skipping import NonfiniteSkip
 from zero_shard.stages import build_stage
@@ -82,7 +83,7 @@ class AdamW(torch.optim.AdamW):
         config: Any = None,
         process_group: Ranks | None = None,
     ) -> None:
-        self._is_built = False
+        self._is_built, self._why_stage = False, ""
         communicator = Communicator(process_group)
 
         def build() -> dict[str, str]:
@@ -108,6 +109,8 @@ class AdamW(torch.optim.AdamW):
 
         with torch.inference_mode(False), torch.no_grad():
             build_on_all_ranks(communicator, build)
+            if self.config.stage == "auto":
+                self._settle_stage(communicator, module)
             communicator.agree_on_number()
             self._builder.build(self.param_groups)
             self._start()
@@ -116,10 +119,17 @@ class AdamW(torch.optim.AdamW):
 
     def _prepare(self, communicator: Communicator, module: nn.Module | None) -> dict[str, str]:
         """Check everything that one rank can check alone; return what ranks must agree on."""
+        if self.config.stage == "auto":
+            return {"config.stage": "auto"}
         self._set_up(communicator)
         self._builder = Builder(self.config, communicator, self._stage, self._reducer, module)
         self._builder.check(self.param_groups)
         return facts_of(self.config, self._builder.named_params(self.param_groups), self.param_groups)
+
+    def _settle_stage(self, communicator: Communicator, module: nn.Module | None) -> None:
+        choice = choose_stage(AdamW, self.config, self.param_groups, module, communicator)
+        self.config, self._why_stage = self.config.replace(stage=choice.stage), choice.reason
+        build_on_all_ranks(communicator, lambda: self._prepare(communicator, module))
 
     def _set_up(self, communicator: Communicator) -> None:
         """Make everything that needs the config only."""
@@ -149,7 +159,7 @@ class AdamW(torch.optim.AdamW):
         self._is_built = True
         if self._communicator.rank == 0:
             text = describe_storage(self._reducer.buckets, self.config, self._communicator.num_ranks)
-            _LOG.info("zero_shard: %s", text)
+            _LOG.info("zero_shard: %s%s", text, self._why_stage and f"; stage auto: {self._why_stage}")
 
     def _after_new_buckets(self) -> None:
         """Make room for new slots."""
@@ -202,7 +212,7 @@ class AdamW(torch.optim.AdamW):
             buckets = [copy_bucket(bucket, memo) for bucket in self._reducer.buckets]
             settings = copy.deepcopy({"defaults": self.defaults, "param_groups": self.param_groups}, memo)
             copied.__setstate__({**settings, "state": defaultdict(dict)})  # type: ignore[no-untyped-call]
-            copied._step_supports_amp_scaling, copied._is_built = False, False
+            copied._step_supports_amp_scaling, copied._is_built, copied._why_stage = False, False, ""
             copied.config = self.config
             copied._set_up(self._communicator.copy())
             copied._builder = self._builder.copy(copied._communicator, copied._stage, copied._reducer, memo)

@@ -252,6 +252,11 @@ class Communicator:
         """Whether there is no other process: a dry run on the meta device."""
         return isinstance(self.group, FakeGroup)
 
+    @property
+    def is_native(self) -> bool:
+        """Whether the backend reduces and gathers by itself (NCCL)."""
+        return bool(self._native_devices)
+
     def split(self, num_shards: int) -> None:
         """Form shard groups of ``num_shards`` neighbours and replica groups across them. All ranks call.
 

@@ -63,7 +63,8 @@ class ZeroConfig:
     """What is sharded, and how. Every field is checked on construction; all ranks must pass the same.
 
     Args:
-        stage: 0 replicates everything, 1 shards the optimizer state, 2 also the gradients, 3 also the parameters.
+        stage: 0 replicates everything, 1 shards the optimizer state, 2 also the gradients, 3 also the parameters;
+            "auto" takes the lowest of them whose peak, found by a dry run, fits into the memory of every rank.
         bucket_mib: Size of a bucket in MiB (stages 0 to 2). Capped so that a small model has small buckets.
         units: Stage 3: class names of the modules that are gathered as one; "auto" takes the elements of module
             stacks (``nn.ModuleList``, ``nn.Sequential``), else modules by size.
@@ -88,7 +89,7 @@ class ZeroConfig:
         ValueError: A value is out of range. TypeError: A value has the wrong type. Both name the field.
     """
 
-    stage: int = 2
+    stage: int | str = 2
     bucket_mib: float = 25
     units: str | tuple[str, ...] = "auto"
     reshard_after_forward: bool = True
@@ -105,7 +106,8 @@ class ZeroConfig:
     skip_nonfinite: bool = False
 
     def __post_init__(self) -> None:
-        self._check_int("stage", 0, 3)
+        if self.stage != "auto":
+            self._check_int("stage", 0, 3)
         self._check_int("prefetch", 0, 16)
         self._check_number("bucket_mib", upper=_MAX_BUCKET_MIB)
         if self.max_grad_norm is not None:

@@ -95,7 +95,7 @@ def floor_sent_nbytes(buckets: Sequence[Bucket], config: ZeroConfig, hops: Seque
                 left, itemsize = left / length, bucket.math_dtype.itemsize
             total += (numel / num_shards - numel / num_ranks) * bucket.math_dtype.itemsize
         if num_shards > 1 and (is_trained or config.stage == 3):
-            num_gathers = 1 if config.stage < 3 or not config.reshard_after_forward else 2
+            num_gathers = 1 if config.stage != 3 or not config.reshard_after_forward else 2
             total += num_gathers * numel * bucket.full.element_size() * (num_shards - 1) / num_shards
     return round(total)
 

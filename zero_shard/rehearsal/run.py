@@ -14,7 +14,7 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from zero_shard.config import ZeroConfig
 from zero_shard.fake_group import FakeGroup, Message
@@ -137,23 +137,22 @@ def rehearse(
     Raises:
         ValueError, NotImplementedError: What the optimizer refuses.
     """
-    bare_s = _bare_seconds(skeleton) if is_timed else 0.0
-    with _silenced():
-        group = FakeGroup(num_ranks, is_native)
+    with _silenced(), torch.inference_mode(False), torch.enable_grad():
+        bare_s = _bare_seconds(skeleton) if is_timed else 0.0
         run: list[_Rehearsing] = []
         ledger = Ledger(lambda: run[0].holdings() if run else [])
         for _, tensor in skeleton.tensors:
             ledger.track(tensor)
         with ledger:
+            group = FakeGroup(num_ranks, is_native)
             run.append(_Rehearsing(skeleton, make_optimizer(skeleton, group), group))
             for _ in range(2):  # state comes into being, the order of buckets and units is learned
                 run[0].step()
             recorded = _record(run[0], ledger)
-        host_s, num_calls = _measure(run[0], bare_s) if is_timed else (dict.fromkeys(recorded.peaks, 0.0),) * 2
-        usage = recorded.usage
+        seconds, counts = _measure(run[0], bare_s) if is_timed else ({}, {})
         phases = {
-            name: Phase(recorded.peaks[name], recorded.messages[name], host_s[name], int(num_calls[name]))
-            for name in recorded.peaks
+            name: Phase(peak, recorded.messages[name], seconds.get(name, 0.0), counts.get(name, 0))
+            for name, peak in recorded.peaks.items()
         }
         return Rehearsal(
             run[0].optimizer.config,
@@ -161,8 +160,8 @@ def rehearse(
             phases,
             recorded.held,
             recorded.held_with_gradients,
-            usage.promised_nbytes,
-            usage.sent_nbytes,
+            recorded.usage.promised_nbytes,
+            recorded.usage.sent_nbytes,
             run[0].update_nbytes(),
         )
 
@@ -192,7 +191,7 @@ def _record(run: _Rehearsing, ledger: Ledger) -> _Recorded:
     return _Recorded(peaks, messages, ledger.present(), held_with_gradients, usage)
 
 
-def _measure(run: _Rehearsing, bare_s: float) -> tuple[dict[str, float], dict[str, float]]:
+def _measure(run: _Rehearsing, bare_s: float) -> tuple[dict[str, float], dict[str, int]]:
     """Return the seconds and the calls of our Python in each phase, the least of a few steps."""
     seconds = dict.fromkeys(run.phases(), float("inf"))
     for _ in range(_NUM_TIMED_STEPS):
@@ -205,7 +204,7 @@ def _measure(run: _Rehearsing, bare_s: float) -> tuple[dict[str, float], dict[st
     walk_s = seconds["forward"] + seconds["backward"]
     own = max(walk_s - bare_s, 0.0) / walk_s if walk_s else 0.0
     seconds |= {name: seconds[name] * own for name in ("forward", "backward")}
-    counts: dict[str, float] = {}
+    counts = {}
     for name, phase in run.phases().items():
         with _counting_calls() as counted:
             phase()
@@ -271,12 +270,11 @@ def optimizer_maker(
     """
 
     def make(skeleton: Skeleton, group: FakeGroup) -> Any:
-        module: nn.Module = skeleton.module
+        module = skeleton.module if skeleton.has_model else None
         if groups is None:
-            params: Any = module.parameters()
+            params: Any = skeleton.module.parameters()
         else:
             params = [{**each, "params": [skeleton.param(param) for param in each["params"]]} for each in groups]
-        with torch.enable_grad():
-            return kind(params, module=module, config=config, process_group=group)
+        return kind(params, module=module, config=config, process_group=group)
 
     return make

@@ -55,11 +55,13 @@ class Skeleton:
         params: Others beside it.
 
     Attributes:
+        has_model: Whether there is a model.
         module: To be called with a 0-dim meta tensor; returns one.
         tensors: Every parameter and buffer, as it is before an optimizer is built, and "weights" or "buffers".
     """
 
     def __init__(self, model: nn.Module | None, params: Iterable[Tensor] = ()) -> None:
+        self.has_model = model is not None
         self._made: dict[int, Any] = {}  # by the id of what it stands for
         self._sources: list[Any] = []  # held, so that no new object takes an id
         self.module = _bag([]) if model is None else self._copy(model)
