@@ -136,7 +136,7 @@ class Builder:
                 )
             if param.layout != torch.strided:
                 raise NotImplementedError(f"parameter {name} has layout {param.layout}, expected torch.strided")
-            if param.is_meta and self._module is None:
+            if param.is_meta and self._module is None and not self._communicator.is_rehearsing:
                 raise ValueError(
                     f"parameter {name} is on the meta device; pass module=model so that it can be initialised"
                 )

@@ -86,6 +86,11 @@ def _machine(world_size: int, ranks_per_node: int, memory_gib: float, more: Mapp
         raise ValueError(f"reserve must be at least 0 and below 1, got {machine.reserve!r}")
     if machine.activations_gib < 0:
         raise ValueError(f"activations_gib must be at least 0, got {machine.activations_gib!r}")
+    if machine.usable_nbytes <= 0:
+        raise ValueError(
+            f"activations_gib must leave room in {(1 - machine.reserve) * memory_gib:.1f} of {memory_gib:g} GiB, "
+            f"got {machine.activations_gib!r}; use smaller batches or checkpoint activations"
+        )
     return machine
 
 

@@ -159,7 +159,7 @@ class Row:
         if self.fits:
             return (
                 f"{self.label} fits: {_gib(self.peak_nbytes)} GiB at its peak (in the {self.peak_phase}) "
-                f"of {_gib(usable)} GiB"
+                f"of {_gib(usable)} GiB, which leaves {_gib(usable - self.peak_nbytes)} GiB for activations"
             )
         largest = sorted(((nbytes, kind) for kind, nbytes in peak.items() if nbytes), reverse=True)[:3]
         parts = ", ".join(f"{kind} {_gib(nbytes)}" for nbytes, kind in largest)
