@@ -60,7 +60,9 @@ class FakeGroup(ProcessGroup):
     def part(self, members: Sequence[int]) -> FakeGroup:
         """Return the group of some of the ranks, equally spaced, this one first among them."""
         step = members[1] - members[0] if len(members) > 1 else 1
-        return FakeGroup(len(members), self.is_native, self._ranks_per_node, range(members[0], members[-1] + 1, step), self.messages)
+        return FakeGroup(
+            len(members), self.is_native, self._ranks_per_node, range(members[0], members[-1] + 1, step), self.messages
+        )
 
     def _note(self, kind: str, tensor: Tensor, sent_nbytes: int, num_steps: int) -> Work:
         self.messages.append(Message(kind, self.members, sent_nbytes, num_steps, tensor.is_cpu))

@@ -66,7 +66,9 @@ def plan(
     rows = []
     for config in loaded:
         maker = optimizer_maker(AdamW, config)
-        rehearsal = rehearse(maker, Skeleton(built), world_size, is_native=backend == "nccl")
+        rehearsal = rehearse(
+            maker, Skeleton(built), world_size, backend == "nccl", ranks_per_node=described.ranks_per_node
+        )
         rows.append(Row(rehearsal, described, num_params))
     title = name or (model if isinstance(model, str) else type(built).__name__)
     return Plan(title, num_params, described, tuple(rows))

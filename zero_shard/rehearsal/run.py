@@ -126,6 +126,7 @@ def rehearse(
     num_ranks: int,
     is_native: bool = True,
     is_timed: bool = True,
+    ranks_per_node: int = 8,
 ) -> Rehearsal:
     """Run a few steps of the real code on the meta device as rank 0 of ``num_ranks``; nothing is sent or computed.
 
@@ -134,6 +135,7 @@ def rehearse(
         skeleton: Used up.
         is_native: Collectives as NCCL has them; False: as gloo has them.
         is_timed: Also measure the time on the host.
+        ranks_per_node: Consecutive ranks that share a node.
     Raises:
         ValueError, NotImplementedError: What the optimizer refuses.
     """
@@ -144,7 +146,7 @@ def rehearse(
         for _, tensor in skeleton.tensors:
             ledger.track(tensor)
         with ledger:
-            group = FakeGroup(num_ranks, is_native)
+            group = FakeGroup(num_ranks, is_native, ranks_per_node)
             run.append(_Rehearsing(skeleton, make_optimizer(skeleton, group), group))
             for _ in range(2):  # state comes into being, the order of buckets and units is learned
                 run[0].step()
