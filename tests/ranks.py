@@ -130,6 +130,7 @@ def _group(task: _Task) -> Iterator[None]:
     timeout = timedelta(seconds=GROUP_TIMEOUT_S)
     dist.init_process_group("gloo", store=store, rank=task.rank, world_size=task.world_size, timeout=timeout)
     try:
+        dist.barrier()  # a rank that leaves at once must not close connections that others are still making
         yield
     finally:
         if dist.is_initialized():
