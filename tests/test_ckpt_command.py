@@ -421,7 +421,9 @@ def test_bad_input_is_one_line_and_leaves_nothing(
         (("import", tmp_path / "nowhere", out), "nowhere does not exist"),
         (("import", tmp_path / "large.pt", tmp_path / "text"), "text: there is something of this name"),
         (("import", tmp_path / "text", out), "text cannot be read"),
-        (("import", tmp_path / "empty", out), "latest is missing"),
+        (("import", tmp_path / "empty", out), "empty holds nothing that is known"),
+        (("import", tmp_path / "empty", out, "--format", "deepspeed"), "latest is missing"),
+        (("import", saved.path, out), "needs no import"),
         (("import", tmp_path / "groups.pt", out), "does not say which of its 4 optimizer parameters has which name"),
     ]:
         assert run(*arguments) == 2, arguments

@@ -42,7 +42,9 @@ def register(commands: Any) -> None:
         "--max-shard-size", type=_nbytes, default="5GB", metavar="SIZE", help="of a safetensors file (default 5GB)"
     )
     export.add_argument("--config", type=Path, metavar="DIR", help="copy config.json and the tokenizer from there")
-    imported = _add(actions, "import", _import, "turn a checkpoint of another library into one of zero_shard")
+    imported = _add(
+        actions, "import", _import, "turn a checkpoint of DeepSpeed, apex or plain torch into one of zero_shard"
+    )
     imported.add_argument("out", type=Path, help="checkpoint that is made")
     imported.add_argument("--format", choices=[*FORMATS, "auto"], default="auto")
     imported.add_argument(
@@ -52,7 +54,7 @@ def register(commands: Any) -> None:
 
 def _add(actions: Any, name: str, run: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = actions.add_parser(name, help=text, description=text)
-    parser.add_argument("path", type=Path, help="of a checkpoint")
+    parser.add_argument("path", type=Path, help="of the checkpoint, or of a directory of checkpoints")
     parser.set_defaults(run=lambda given: _guarded(run, given))
     return parser
 

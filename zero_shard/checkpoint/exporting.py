@@ -26,7 +26,6 @@ _BESIDE_WEIGHTS = (
     *(CONFIG, "generation_config.json", "*processor_config.json", "chat_template*", "special_tokens_map.json"),
     *("tokenizer*", "added_tokens.json", "vocab*", "merges.txt", "spiece.model", "sentencepiece*.model"),
 )
-_NO_OPTION = "params"
 
 
 def export_safetensors(
@@ -100,7 +99,7 @@ def export_torch(stored: Stored, out: Path, dtype: torch.dtype | None) -> list[s
 
 def _optimizer(stored: Stored, groups: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the state dict, with parameters by number, as torch counts."""
-    names = [list(group[_NO_OPTION]) for group in groups]
+    names = [list(group["params"]) for group in groups]
     numbers: dict[str, int] = {}
     for name in (name for of_group in names for name in of_group):
         numbers.setdefault(name, len(numbers))
@@ -113,7 +112,7 @@ def _optimizer(stored: Stored, groups: list[dict[str, Any]]) -> dict[str, Any]:
                 kind: _streamed(stored, key, None) for kind, key in kinds.items() if kind not in ("step", "low")
             }
     packed = [
-        {**{key: value for key, value in group.items() if key != _NO_OPTION}, "params": [numbers[each] for each in own]}
+        {**{key: value for key, value in group.items() if key != "params"}, "params": [numbers[each] for each in own]}
         for group, own in zip(groups, names, strict=True)
     ]
     return {"state": state, "param_groups": packed, "param_names": names}

@@ -15,6 +15,7 @@ from zero_shard.checkpoint.contents import FORMAT_VERSION, Contents
 from zero_shard.checkpoint.exporting import check_free
 from zero_shard.checkpoint.parts import Source, Value
 from zero_shard.checkpoint.saving import write
+from zero_shard.checkpoint.writer import METADATA
 from zero_shard.collectives import Communicator
 from zero_shard.interchange import Imported, LazyTensor, read_apex, read_deepspeed
 from zero_shard.interchange.torch_files import MODEL_FILE, load_torch, optimizer_of, read_torch
@@ -41,8 +42,14 @@ def read_foreign(path: Path, form: str, names: Sequence[str] | None = None) -> I
 
 
 def _form_of(path: Path) -> str:
+    if (path / METADATA).exists():
+        raise ValueError(f"{path} needs no import: zero_shard.load reads what torch.distributed.checkpoint wrote")
+    if (path / MODEL_FILE).is_file():
+        return "torch"
+    if (path / "latest").is_file() or any(path.glob("*optim_states.pt")):
+        return "deepspeed"
     if path.is_dir():
-        return "torch" if (path / MODEL_FILE).is_file() else "deepspeed"
+        raise ValueError(f"{path} holds nothing that is known; name what {', '.join(FORMATS)} wrote, and its --format")
     optimizer = optimizer_of(load_torch(path))
     if optimizer is None:
         return "torch"

@@ -20,8 +20,8 @@ _SHOWN = 60  # characters of a value
 def describe(stored: Stored) -> dict[str, Any]:
     """Return what a checkpoint holds, as JSON has it. Reads the index and small values."""
     index, manifest = stored.index, stored.directory.manifest
-    first = {f"model.{name}" for name in stored.aliases}
-    tensors = {key: each for key, each in stored.tensors.items() if key not in first}
+    repeated = {index.weights[name] for name in stored.aliases}
+    tensors = {key: each for key, each in stored.tensors.items() if key not in repeated}
     sizes = {key: each.size.numel() * each.properties.dtype.itemsize for key, each in tensors.items()}
     nbytes_by_kind: dict[str, int] = {}
     for key, nbytes in sizes.items():

@@ -114,20 +114,15 @@ class _Stub:
     def __reduce__(self) -> tuple[Any, ...]:
         shape, dtype, _ = self._form
         strides = torch.empty(shape, device="meta").stride()
-        storage = _Wrapped(_Storage(self._key, dtype, shape.numel()))
+        storage = _Storage(self._key, dtype, shape.numel())
         return torch._utils._rebuild_tensor_v2, (storage, 0, tuple(shape), strides, False, OrderedDict())
-
-
-class _Wrapped:
-    def __init__(self, storage: _Storage) -> None:
-        self.storage = storage
 
 
 class _Pickler(pickle.Pickler):
     def persistent_id(self, found: Any) -> Any:
-        if not isinstance(found, _Wrapped):
+        if not isinstance(found, _Storage):
             return None
-        key, dtype, numel = found.storage
+        key, dtype, numel = found
         return "storage", getattr(torch, _TORCH_STORAGES[dtype]), key, "cpu", numel
 
 
