@@ -1,7 +1,7 @@
 """Reads files of torch.save whose pickles name foreign classes, without importing or calling anything foreign.
 
 ``torch.load(weights_only=True)`` refuses such files. Here the unpickler builds tensors, sizes, dtypes and containers,
-and for every other name an inert stand-in that keeps what it was given and does nothing. Memory is that of the pickle:
+and for every other name an inert stand-in that does nothing. Memory is that of the pickle:
 tensors are mapped from the file.
 """
 
@@ -22,25 +22,23 @@ _NUMPY_FORMATS = {"f4": "<f", "f8": "<d", "i4": "<i", "i8": "<q"}
 
 
 class Inert:
-    """Stands for an object whose class is not loaded: holds its constructor's arguments and its state."""
+    """Stands for an object whose class is not loaded: holds its constructor's arguments, drops its state."""
 
-    __slots__ = ("arguments", "state")
+    __slots__ = ("arguments",)
     arguments: tuple[Any, ...]
-    state: Any
     origin: ClassVar[str] = ""
 
     def __new__(cls, *arguments: Any, **_: Any) -> Inert:
         """Keep the arguments."""
         self = object.__new__(cls)
-        self.arguments, self.state = arguments, None
+        self.arguments = arguments
         return self
 
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
 
     def __setstate__(self, state: Any) -> None:
-        """Keep the state. Without this method a pickle's BUILD would set attributes, of classes too."""
-        self.state = state
+        """Drop it. Without this method a pickle's BUILD would set attributes, those of the class, too."""
 
     def __repr__(self) -> str:
         return f"<{self.origin}>"
