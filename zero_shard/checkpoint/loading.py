@@ -190,7 +190,8 @@ class _Job:
     def _add_extra_states(self) -> None:
         for prefix, each in self._module.named_modules():
             name = self._names.plain(f"{prefix}._extra_state" if prefix else "_extra_state")
-            if name not in self._names.extra_states:
+            is_wrapper = type(each).set_extra_state is nn.Module.set_extra_state
+            if name not in self._names.extra_states or is_wrapper:
                 continue
             if name not in self._index.weights:
                 raise ValueError(f"the checkpoint has no model.{name}; it was written for another model")
