@@ -51,11 +51,11 @@ def _silently(call: Any) -> Any:
     def refuse(label: str) -> None:
         raise AssertionError(f"communicates: {label}")
 
-    collectives.before_collective = refuse
+    collectives.pending.before_collective = refuse
     try:
         return call()
     finally:
-        collectives.before_collective = None
+        collectives.pending.before_collective = None
 
 
 def _full(model: nn.Module) -> Weights:

@@ -32,11 +32,11 @@ from zero_shard.ops import missing_reason
 def _events() -> Iterator[list[str]]:
     """Collect the labels of the collectives in order; callers may add events of their own."""
     events: list[str] = []
-    zero_shard.collectives.before_collective = events.append
+    zero_shard.collectives.pending.before_collective = events.append
     try:
         yield events
     finally:
-        zero_shard.collectives.before_collective = None
+        zero_shard.collectives.pending.before_collective = None
 
 
 def _model(dtype: torch.dtype = torch.float32) -> nn.Module:

@@ -55,11 +55,11 @@ def _silent_deepcopy(value: Any) -> Any:
     def refuse(label: str) -> None:
         raise AssertionError(f"deepcopy communicates: {label}")
 
-    collectives.before_collective = refuse
+    collectives.pending.before_collective = refuse
     try:
         return copy.deepcopy(value)
     finally:
-        collectives.before_collective = None
+        collectives.pending.before_collective = None
 
 
 def _assert_equal(got: Snapshot, want: Snapshot, where: str) -> None:

@@ -364,11 +364,11 @@ class _RandomDelays:
 def _train_with_delays(recipe: Recipe, ways: list[dict[str, Any]]) -> tuple[list[Any], list[Any], int]:
     calm = _train_all_ways(recipe, ways)
     delays = _RandomDelays()
-    zero_shard.collectives.before_collective = delays
+    zero_shard.collectives.pending.before_collective = delays
     try:
         delayed = _train_all_ways(recipe, ways)
     finally:
-        zero_shard.collectives.before_collective = None
+        zero_shard.collectives.pending.before_collective = None
     return calm, delayed, delays.num_calls
 
 

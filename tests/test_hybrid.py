@@ -30,7 +30,7 @@ _F64 = torch.float64
 def _two_hosts() -> Iterator[None]:
     """Have the first half of the ranks of a new group live on one host, the others on another."""
     host = f"host {2 * dist.get_rank() // dist.get_world_size()}"
-    with mock.patch.object(collectives, "name_of_host", lambda: host):
+    with mock.patch.object(collectives.communicator, "name_of_host", lambda: host):
         yield
 
 
@@ -366,7 +366,10 @@ def _record(groups: dict[str, set[Any]]) -> list[Any]:
 
 def _native_groups() -> None:
     """Pretend that gloo is NCCL: ranks may start reductions and gathers in different orders."""
-    with mock.patch.object(collectives, "_backends", lambda group: {} if group is None else {"cpu": "nccl"}):
+    with ExitStack() as stack:
+        for module in (collectives.communicator, collectives.groups):
+            native = mock.patch.object(module, "backends", lambda group: {} if group is None else {"cpu": "nccl"})
+            stack.enter_context(native)
         for config in ({"stage": 3}, {"stage": 2, "shard_size": 2}, {"stage": 3, "shard_size": 2}):
             groups: dict[str, set[Any]] = {}
             reductions, gathers = _record(groups)

@@ -501,11 +501,11 @@ def _build_on_meta(config: dict[str, Any], rank_seeds: bool) -> None:
     torch.manual_seed(12 + (rank_seeds and dist.get_rank()))
     model = _parts("meta")
     identities = {name: id(param) for name, param in model.named_parameters()}
-    zero_shard.collectives.before_collective = lambda _: peaks.append(live.nbytes())
+    zero_shard.collectives.pending.before_collective = lambda _: peaks.append(live.nbytes())
     try:
         optimizer = zero_shard.AdamW(model.parameters(), module=model, config=config)
     finally:
-        zero_shard.collectives.before_collective = None
+        zero_shard.collectives.pending.before_collective = None
     assert {name: id(param) for name, param in model.named_parameters()} == identities
     with zero_shard.gathered(model):
         for name, tensor in model.state_dict().items():

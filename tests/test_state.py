@@ -553,11 +553,11 @@ def _no_sync(stage: int) -> None:
     for step in range(3):
         optimizer.zero_grad()
         labels: list[str] = []
-        zero_shard.collectives.before_collective = labels.append
+        zero_shard.collectives.pending.before_collective = labels.append
         with optimizer.no_sync():
             _loss(model, rank, step).backward()
             _loss(model, rank, step + 40).backward()
-        zero_shard.collectives.before_collective = None
+        zero_shard.collectives.pending.before_collective = None
         assert not [label for label in labels if "gradient" in label], labels
         optimizer.step()
         losses = [[lambda r=r, s=s: _loss(plain_model, r, s) for s in (step, step + 40)] for r in range(world_size)]
@@ -585,9 +585,9 @@ def _round_trip(stage: int, dtype: torch.dtype, config: dict[str, Any], hyper: d
     for step in range(3):
         _step(model, optimizer, step)
     labels: list[str] = []
-    zero_shard.collectives.before_collective = labels.append
+    zero_shard.collectives.pending.before_collective = labels.append
     saved = copy.deepcopy(optimizer.state_dict())
-    zero_shard.collectives.before_collective = None
+    zero_shard.collectives.pending.before_collective = None
     assert not labels, "state_dict() never communicates"
     weights = _weights(model)
     for step in range(3, 6):

@@ -177,12 +177,12 @@ def _train_alone(stage: int) -> int:
 
 
 def _train_alone_watched(stage: int) -> None:
-    zero_shard.collectives.before_collective = _forbidden
+    zero_shard.collectives.pending.before_collective = _forbidden
     try:
         with mock.patch.multiple(dist, **{name: mock.Mock(side_effect=_forbidden) for name in _COLLECTIVES}):
             _train_alone(stage)
     finally:
-        zero_shard.collectives.before_collective = None
+        zero_shard.collectives.pending.before_collective = None
 
 
 @pytest.mark.parametrize("has_group", [True, False])
@@ -226,13 +226,13 @@ def _gathers_per_step(mode: str, config: dict[str, Any]) -> list[Counter[str]]:
     counts = []
     for _ in range(4):
         labels: list[str] = []
-        zero_shard.collectives.before_collective = labels.append
+        zero_shard.collectives.pending.before_collective = labels.append
         try:
             optimizer.zero_grad()
             model(torch.ones(2, 8)).backward()
             optimizer.step()
         finally:
-            zero_shard.collectives.before_collective = None
+            zero_shard.collectives.pending.before_collective = None
         counts.append(Counter(label for label in labels if label.startswith("the parameters of")))
     return counts
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from zero_shard.adamw import AdamW
 from zero_shard.checkpoint.contents import Contents
 from zero_shard.checkpoint.saving import prepare, write
-from zero_shard.collectives import Communicator
+from zero_shard.collectives import Agreements
 
 _LOG = logging.getLogger("zero_shard")
 
@@ -23,9 +23,9 @@ _LOG = logging.getLogger("zero_shard")
 class PendingSave:
     """A checkpoint that is being written."""
 
-    def __init__(self, contents: Contents, target: Path, ranks: Communicator, keep: int | None) -> None:
+    def __init__(self, contents: Contents, target: Path, ranks: Agreements, keep: int | None) -> None:
         self._error: BaseException | None = None
-        self._job: tuple[Contents, Path, Communicator, int | None] | None = (contents, target, ranks, keep)
+        self._job: tuple[Contents, Path, Agreements, int | None] | None = (contents, target, ranks, keep)
         self._thread = threading.Thread(target=self._run, name=f"zero_shard saves {target}")
         self._thread.start()
 
@@ -60,7 +60,7 @@ class PendingSave:
 class _Staging:
     """Copies of what an optimizer's shards hold, on the CPU; the memory is used again for the next save."""
 
-    def __init__(self, ranks: Communicator) -> None:
+    def __init__(self, ranks: Agreements) -> None:
         self.ranks = ranks.in_background()
         self.pending: PendingSave | None = None
         self._room: dict[Any, Tensor] = {}

@@ -16,7 +16,7 @@ from zero_shard.checkpoint.exporting import check_free
 from zero_shard.checkpoint.parts import Source, Value
 from zero_shard.checkpoint.saving import write
 from zero_shard.checkpoint.writer import METADATA
-from zero_shard.collectives import Communicator
+from zero_shard.collectives import Agreements
 from zero_shard.interchange import Imported, LazyTensor, read_apex, read_deepspeed
 from zero_shard.interchange.torch_files import MODEL_FILE, load_torch, optimizer_of, read_torch
 from zero_shard.layout import Segment
@@ -67,7 +67,7 @@ def write_imported(imported: Imported, path: str | os.PathLike[str]) -> None:
     """
     target = Path(os.path.realpath(path))
     check_free(target)
-    write(_contents(imported), target, Communicator.alone(), None)
+    write(_contents(imported), target, Agreements(None, None), None)
 
 
 def _contents(imported: Imported) -> Contents:

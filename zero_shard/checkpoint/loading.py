@@ -22,7 +22,7 @@ from zero_shard.checkpoint.index import Index
 from zero_shard.checkpoint.parts import LoadPlanner, Sink
 from zero_shard.checkpoint.random_states import set_random_states
 from zero_shard.checkpoint.reader import Reader
-from zero_shard.collectives import Communicator
+from zero_shard.collectives import Agreements
 from zero_shard.construction import check_amsgrad
 from zero_shard.held_state import HeldState
 from zero_shard.masters import note_weights
@@ -61,7 +61,7 @@ def load(
         In every case on all ranks, and weights, moments and step counts are as they were.
     """
     held = [optimizer.held] if optimizer is not None else holders(module)
-    ranks = held[0].ranks if held else Communicator.alone()
+    ranks = held[0].ranks if held else Agreements(None, None)
     label = f"loading {os.fspath(path)}"
     ranks.roll_call(label)
     with _opened(Path(path), ranks, label) as directory:
@@ -79,7 +79,7 @@ def load(
 
 
 @contextmanager
-def _opened(path: Path, ranks: Communicator, label: str) -> Iterator[Directory]:
+def _opened(path: Path, ranks: Agreements, label: str) -> Iterator[Directory]:
     """Hold the same version of a checkpoint open on all ranks, while savers may replace it."""
     for _ in range(_TRIES):
         with ranks.errors_on_all_ranks(label):

@@ -18,7 +18,7 @@ from zero_shard.checkpoint.contents import Contents, collect
 from zero_shard.checkpoint.directory import IncompleteDirectory, check_keep, opened, prune
 from zero_shard.checkpoint.parts import SavePlanner
 from zero_shard.checkpoint.writer import FileFacts, Writer
-from zero_shard.collectives import Communicator
+from zero_shard.collectives import Agreements
 
 # plan, where everything lies, and the files, of one rank
 _Report = tuple[SavePlan, list[WriteResult], dict[str, FileFacts]]
@@ -69,7 +69,7 @@ def prepare(
 
 
 @torch.no_grad()
-def write(contents: Contents, target: Path, ranks: Communicator, keep: int | None) -> None:
+def write(contents: Contents, target: Path, ranks: Agreements, keep: int | None) -> None:
     """Write what each rank has collected and give it its name. All ranks call; blocks."""
     label = f"saving {target}"
     with ExitStack() as stack:

@@ -1,0 +1,18 @@
+"""The wire: the only place that calls torch.distributed."""
+
+from zero_shard.collectives.agreements import Agreements
+from zero_shard.collectives.communicator import Communicator
+from zero_shard.collectives.groups import ProcessGroup, Ranks, name_of_host
+from zero_shard.collectives.pending import DRAIN, Hop, Pending, default_rank
+
+__all__ = [
+    "DRAIN",
+    "Agreements",
+    "Communicator",
+    "Hop",
+    "Pending",
+    "ProcessGroup",
+    "Ranks",
+    "default_rank",
+    "name_of_host",
+]

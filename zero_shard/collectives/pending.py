@@ -1,0 +1,152 @@
+"""Communication that has been started, and the error that names who is missing when it does not end."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from torch import Tensor
+
+from zero_shard.collectives.groups import ProcessGroup
+
+# Called with a label before each collective; tests set it to inject delays.
+before_collective: Callable[[str], None] | None = None
+
+DRAIN = "zero_shard drain"  # name of threads
+
+
+class Hop(NamedTuple):
+    """One group of ranks that reduce or gather together, and the place of this rank in it.
+
+    Attributes:
+        group: That reductions go over.
+        rank: The range that this rank owns of what is reduced or gathered.
+        num_ranks: W.
+        gathers: The group that gathers go over: on NCCL one of its own, since ranks may start gathers and reductions in
+            different orders, and everything in one group has to be in the same.
+        num_remote: How many of the ranks are on other hosts.
+        levels: Where it takes two hops, the one inside this host and the one across hosts; then it has no groups.
+    """
+
+    group: ProcessGroup | None
+    rank: int
+    num_ranks: int
+    gathers: ProcessGroup | None = None
+    num_remote: int = 0
+    levels: tuple[Hop, ...] = ()
+
+
+class Pending:
+    """Communication that has been started; ``wait`` ends it. Keeps its tensors alive until then.
+
+    Args:
+        label: What is waited for.
+        works: Handles of torch; with ``hop``, first those of a message from every other rank, ascending.
+        tensors: That are read or written meanwhile.
+        is_native: The wait does not block the host.
+        then: Starts a second hop, whose end is waited for, too.
+        hop: Whose ranks send.
+    """
+
+    def __init__(
+        self,
+        label: str,
+        works: Sequence[Any] = (),
+        tensors: Sequence[Tensor] = (),
+        is_native: bool = False,
+        then: Callable[[], Pending] | None = None,
+        hop: Hop | None = None,
+    ) -> None:
+        self._label, self._works, self._tensors = label, list(works), list(tensors)
+        self._is_native, self._then, self._hop = is_native, then, hop
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
+        self._second_hop: Pending | None = None
+
+    def wait(self, patience_s: float | None = None) -> bool:
+        """Block until done (on a GPU: make the current stream wait), or until patience ends; return whether it is done.
+
+        Raises:
+            RuntimeError: A peer failed or did not take part in time; the text names what was waited for.
+        """
+        # NCCL's wait does not block the host; it must run here, as it makes this thread's stream wait.
+        if patience_s is not None and self._thread is None and self._works and not self._is_native:
+            # gloo's own wait with a time limit would close the connection when it is reached.
+            self._thread = threading.Thread(target=self._finish, daemon=True)
+            self._thread.start()
+        if self._thread is not None:
+            self._thread.join(patience_s)
+            if self._thread.is_alive():
+                return False
+        else:
+            self._finish()
+        if self._error is not None:
+            raise peer_missing(self._label, self._error) from self._error
+        self._tensors = []
+        if self._then is not None:
+            then, self._then = self._then, None
+            self._second_hop = then()
+        return self._second_hop is None or self._second_hop.wait(patience_s)
+
+    def __del__(self) -> None:
+        # gloo wedges the connection if a buffer goes away before its message has come, as when an exception ends a
+        # backward and everything is deleted. So somebody has to hold it until then.
+        if self._works and not self._is_native and not sys.is_finalizing():
+            threading.Thread(target=_drain, args=(self._works, self._tensors), name=DRAIN, daemon=True).start()
+
+    def _finish(self) -> None:
+        works, self._works = self._works, []
+        for number, work in enumerate(works):
+            try:
+                work.wait()
+            except RuntimeError as error:
+                self._error = error
+                self._label += self._sender_of(number)
+                return
+
+    def _sender_of(self, number: int) -> str:
+        """Return in words whose message a work has waited for."""
+        hop = self._hop
+        if hop is None or hop.group is None or number >= hop.num_ranks - 1:
+            return ""
+        return f" from rank {dist.get_global_rank(hop.group, number + (number >= hop.rank))}"
+
+
+def _drain(works: Sequence[Any], tensors: Sequence[Tensor]) -> None:
+    """Wait for communication that nobody waits for any more; holds its tensors until then."""
+    with suppress(RuntimeError):
+        for work in works:
+            work.wait()
+
+
+def announce(label: str) -> None:
+    """Call the hook before a collective."""
+    if before_collective is not None:
+        before_collective(label)
+
+
+def start(label: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Start a collective; what it raises says what was waited for."""
+    try:
+        return call(*args, **kwargs)
+    except RuntimeError as error:
+        raise peer_missing(label, error) from error
+
+
+def peer_missing(label: str, error: Exception, missing: str = "") -> RuntimeError:
+    """Return the error that says what this rank was waiting for, and who is missing as far as that is known."""
+    lines = str(error).strip().splitlines() or [repr(error)]
+    return RuntimeError(
+        f"zero_shard: rank {default_rank()} was waiting for {label}, but {f'{missing}; ' if missing else ''}a peer "
+        f"failed or did not take part ({lines[0]}). "
+        "Look at the first error on the other ranks: all ranks must run the same backward, step, save and gather calls."
+    )
+
+
+def default_rank() -> int:
+    """Return the rank of this process in the default group, 0 without one."""
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
