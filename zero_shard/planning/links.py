@@ -142,13 +142,15 @@ def _agreed(ranks: Communicator, seconds: float) -> float:
 
 
 def _fit(samples: Sequence[_Sample]) -> Link:
-    """Fit alpha and beta so that the relative errors have the least squares."""
-    table = torch.tensor(samples, dtype=torch.float64)
-    matrix, seconds = table[:, :2], table[:, 2]
-    weighted = matrix / seconds[:, None]
-    alpha_s, s_per_byte = torch.linalg.lstsq(weighted, torch.ones_like(seconds)).solution.tolist()
+    """Fit alpha and beta so that the relative errors have the least squares; equal bits for equal samples."""
+    unit = max(nbytes for _, nbytes, _ in samples)
+    rows = [(num_steps / seconds, nbytes / unit / seconds) for num_steps, nbytes, seconds in samples]
+    first, second = (sum(row[column] for row in rows) for column in (0, 1))
+    aa, bb = (sum(row[column] ** 2 for row in rows) for column in (0, 1))
+    ab = sum(one * other for one, other in rows)
+    determinant = aa * bb - ab * ab
+    alpha_s = (first * bb - second * ab) / determinant if determinant else 0.0
+    s_per_byte = (second * aa - first * ab) / determinant / unit if determinant else 0.0
     if s_per_byte <= 0:  # noise: the largest message says what it can
-        s_per_byte = float(seconds[-1] / matrix[-1, 1])
-    if alpha_s <= 0:
-        alpha_s = _SMALLEST_ALPHA_S
-    return Link(alpha_s, 1.0 / s_per_byte)
+        s_per_byte = samples[-1][2] / samples[-1][1]
+    return Link(max(alpha_s, _SMALLEST_ALPHA_S), 1.0 / s_per_byte)
