@@ -302,6 +302,7 @@ class _Job:
             if key is not None and slot.param.numel():
                 bucket, position = slot.bucket, slot.position
                 self._check_shape(key, bucket.views[position].shape)
+                self._prepare.append(partial(average.room, bucket))  # in one order on all ranks
                 room = partial(_average_part, average, slot)
                 self._entries[key] = Sink(bucket.views[position], bucket.segment_of.get(position), room)
 
@@ -339,6 +340,8 @@ class _Job:
         for name, target in into.items():
             if isinstance(target, ExponentialMovingAverage):
                 target.num_updates = self._extras[name]["num_updates"]
+                if target.num_updates == 0:
+                    target.load_state_dict({"num_updates": 0, "averages": {}})  # there may have been some before
             else:
                 target.load_state_dict(self._extras[name])
         return self._extras
