@@ -6,7 +6,7 @@ Ranks pretend to be on two hosts; ``test_hosts.py`` has real ones. All that need
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
