@@ -143,7 +143,7 @@ class BuildKernels(build_ext):
         jobs = [("cpu", "csrc/cpu/dispatch.cpp", [("ZERO_SHARD_HAS_X86_LOOPS", "1")] * is_x86, [])]
         for name, flags in {"scalar": [], **(X86_LOOPS if is_x86 else {})}.items():
             jobs.append((name, "csrc/cpu/loops.cpp", [("ZERO_SHARD_ISA", name)], [*LOOP_FLAGS, *flags]))
-        for source in ("csrc/checker.cpp", "csrc/tensor_row.cpp", "csrc/register.cpp", "csrc/register_cpu.cpp"):
+        for source in ("csrc/checker.cpp", "csrc/register.cpp", "csrc/register_cpu.cpp"):
             jobs.append(("cpu", source, MACROS, [f"-isystem{torch_dir / 'include'}"]))
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             return list(pool.map(lambda job: self.compile_one(*job), jobs))

@@ -3,8 +3,6 @@
 #include <algorithm>
 #include <sstream>
 
-#include "tensor_row.h"
-
 namespace zero_shard {
 
 bool is_one_of(ScalarType type, const std::vector<ScalarType>& types) {
@@ -97,10 +95,6 @@ bool Checker::is_on_device(const Tensor& tensor) const {
   return tensor.is_cpu() == is_cpu_ && (is_cpu_ || tensor.get_device_index() == device_index_);
 }
 
-bool Checker::is_on_device(const TensorView& tensor) const {
-  return tensor.is_cpu() == is_cpu_ && (is_cpu_ || tensor.get_device_index() == device_index_);
-}
-
 void Checker::tensor(
     const std::string& name, const Tensor& tensor, const std::vector<ScalarType>& types,
     const std::vector<int64_t>& shape) const {
@@ -121,19 +115,18 @@ void Checker::present(const char* name, const std::optional<Tensor>& tensor, con
 }
 
 void Checker::offsets(
-    const char* name, const TensorRow& row, const char* tensors_name, const char* whole, int64_t numel) const {
+    const char* name, const std::vector<int64_t>& offsets, const std::vector<Tensor>& tensors, const char* tensors_name,
+    const char* whole, int64_t numel) const {
   STD_TORCH_CHECK(
-      row.num_offsets() == row.size(), op, ": ", name, " must have one entry for each of the ", row.size(), " ",
-      tensors_name, ", got ", row.num_offsets());
+      offsets.size() == tensors.size(), op, ": ", name, " must have one entry for each of the ", tensors.size(), " ",
+      tensors_name, ", got ", offsets.size());
   int64_t end = 0;
-  for (size_t i = 0; i < row.size(); ++i) {
-    const int64_t offset = row.offset(i);
-    const int64_t tensor_numel = row[i].numel();
-    const int64_t last = numel - tensor_numel;
+  for (size_t i = 0; i < offsets.size(); ++i) {
+    const int64_t last = numel - tensors[i].numel();
     STD_TORCH_CHECK(
-        end <= offset && offset <= last, op, ": ", name, "[", i, "] must lie between ", end, " and ", last,
-        " (ascending, disjoint, inside ", whole, "), got ", offset);
-    end = offset + tensor_numel;
+        end <= offsets[i] && offsets[i] <= last, op, ": ", name, "[", i, "] must lie between ", end, " and ", last,
+        " (ascending, disjoint, inside ", whole, "), got ", offsets[i]);
+    end = offsets[i] + tensors[i].numel();
   }
 }
 

@@ -26,9 +26,6 @@ std::vector<int64_t> strides_of(const Tensor& tensor);
 DType dtype_of(ScalarType type);
 void* pointer_to(const std::optional<Tensor>& tensor);
 
-class TensorRow;
-class TensorView;
-
 // What is the same for all arguments of one call.
 class Checker {
  public:
@@ -38,7 +35,6 @@ class Checker {
   Checker(const char* op, const Tensor& first);
 
   bool is_on_device(const Tensor& tensor) const;
-  bool is_on_device(const TensorView& tensor) const;
 
   // Contiguous, of one of the types and of this shape.
   void tensor(
@@ -46,8 +42,10 @@ class Checker {
       const std::vector<int64_t>& shape) const;
   void absent(const char* name, const std::optional<Tensor>& tensor, const std::string& where) const;
   void present(const char* name, const std::optional<Tensor>& tensor, const std::string& where) const;
-  // Tensor i takes as many elements as it has from offset i on, of the numel elements of what is called whole.
-  void offsets(const char* name, const TensorRow& row, const char* tensors_name, const char* whole, int64_t numel) const;
+  // Tensor i takes as many elements as it has from offsets[i] on, of the numel elements of what is called whole.
+  void offsets(
+      const char* name, const std::vector<int64_t>& offsets, const std::vector<Tensor>& tensors,
+      const char* tensors_name, const char* whole, int64_t numel) const;
 
  private:
   const Tensor& first_;

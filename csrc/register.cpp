@@ -6,7 +6,6 @@
 #include "adamw_math.h"
 #include "block_codec.h"
 #include "checker.h"
-#include "tensor_row.h"
 
 namespace zero_shard {
 namespace {
@@ -15,21 +14,20 @@ constexpr int64_t kSegmentColumns = 4;
 
 // Tensors of one dtype, each one run of memory; and the runs themselves. There may be tens of thousands.
 void check_runs(
-    const Checker& check, const char* name, const TensorRow& row, std::vector<ScalarType> types,
-    std::vector<Run>& runs) {
-  runs.reserve(row.size());
-  for (size_t i = 0; i < row.size(); ++i) {
-    const TensorView tensor = row[i];
+    const Checker& check, const char* name, const std::vector<Tensor>& tensors, std::vector<ScalarType> types,
+    const std::vector<int64_t>& offsets, std::vector<Run>& runs) {
+  runs.reserve(tensors.size());
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    const Tensor& tensor = tensors[i];
     const ScalarType type = tensor.scalar_type();
     if (!is_one_of(type, types) || !check.is_on_device(tensor) || !tensor.is_contiguous()) {
-      const Tensor owned = tensor.tensor();
-      check.tensor(std::string(name) + "[" + std::to_string(i) + "]", owned, types, shape_of(owned));
+      check.tensor(std::string(name) + "[" + std::to_string(i) + "]", tensor, types, shape_of(tensor));
     }
     if (i == 0) {
       types = {type};
     }
     if (const int64_t numel = tensor.numel(); numel != 0) {
-      runs.push_back({tensor.data_ptr(), row.offset(i), numel});
+      runs.push_back({tensor.data_ptr(), offsets[i], numel});
     }
   }
 }
@@ -110,7 +108,7 @@ SumArgs check_sums(const Checker& check, const Tensor& sums, const Tensor& segme
 }
 
 // Joins neighbouring dimensions that are one run of memory and drops those of length 1; false if too many are left.
-bool describe_dims(const TensorView& tensor, FlattenEntry& entry) {
+bool describe_dims(const Tensor& tensor, FlattenEntry& entry) {
   int64_t num_dims = 0;
   for (int64_t dim = 0; dim < tensor.dim(); ++dim) {
     const int64_t length = tensor.size(dim);
@@ -136,34 +134,34 @@ bool describe_dims(const TensorView& tensor, FlattenEntry& entry) {
 }
 
 FlattenArgs check_entries(
-    const Checker& check, const Tensor& flat, const TensorRow& row, const std::optional<Tensor>& scale,
-    std::vector<FlattenEntry>& entries) {
+    const Checker& check, const Tensor& flat, const std::vector<Tensor>& tensors, const std::vector<int64_t>& offsets,
+    const std::optional<Tensor>& scale, std::vector<FlattenEntry>& entries) {
   check.tensor("flat", flat, float_types(), {flat.numel()});
   if (scale.has_value()) {
     check.tensor("scale", *scale, {ScalarType::Float}, {});
   }
-  entries.reserve(row.size());
-  for (size_t i = 0; i < row.size(); ++i) {
-    const TensorView tensor = row[i];
+  entries.reserve(tensors.size());
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    const Tensor& tensor = tensors[i];
     STD_TORCH_CHECK(
         is_one_of(tensor.scalar_type(), float_types()) && check.is_on_device(tensor), check.op, ": tensors[", i,
-        "] must be ", names_of(float_types()), " on ", device_text(flat), ", got ", text_of(tensor.tensor()));
+        "] must be ", names_of(float_types()), " on ", device_text(flat), ", got ", text_of(tensor));
   }
-  check.offsets("offsets", row, "tensors", "flat", flat.numel());
-  for (size_t i = 0; i < row.size(); ++i) {
-    const TensorView tensor = row[i];
+  check.offsets("offsets", offsets, tensors, "tensors", "flat", flat.numel());
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    const Tensor& tensor = tensors[i];
     if (tensor.numel() == 0) {
       continue;
     }
     FlattenEntry entry{};
     entry.data = tensor.data_ptr();
-    entry.start = row.offset(i);
+    entry.start = offsets[i];
     entry.numel = tensor.numel();
     entry.dtype = static_cast<int64_t>(dtype_of(tensor.scalar_type()));
     STD_TORCH_CHECK(
         describe_dims(tensor, entry), check.op, ": tensors[", i, "] must have at most ", kMaxDims,
-        " dimensions that are not one run of memory with their neighbour, got ", text_of(tensor.tensor()),
-        " with strides ", text_of(strides_of(tensor.tensor())));
+        " dimensions that are not one run of memory with their neighbour, got ", text_of(tensor), " with strides ",
+        text_of(strides_of(tensor)));
     entries.push_back(entry);
   }
   FlattenArgs args{};
@@ -187,9 +185,8 @@ AdamwArgs check_adamw(const AdamwTensors& tensors, std::vector<Run>& runs) {
   const ScalarType compute = type == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
   const std::vector<ScalarType> grad_types =
       type == compute ? std::vector<ScalarType>{compute} : std::vector<ScalarType>{compute, type};
-  const TensorRow grads(tensors.grads, tensors.grad_offsets);
-  check.offsets("grad_offsets", grads, "grads", "param", numel);
-  check_runs(check, "grads", grads, grad_types, runs);
+  check.offsets("grad_offsets", tensors.grad_offsets, tensors.grads, "grads", "param", numel);
+  check_runs(check, "grads", tensors.grads, grad_types, tensors.grad_offsets, runs);
   check_weight(check, tensors);
   check_moments(check, tensors, compute);
   check_tables(check, tensors);
@@ -197,7 +194,7 @@ AdamwArgs check_adamw(const AdamwTensors& tensors, std::vector<Run>& runs) {
   AdamwArgs args{};
   args.numel = numel;
   args.param_dtype = dtype_of(type);
-  args.grad_dtype = dtype_of(grads.empty() ? compute : grads[0].scalar_type());
+  args.grad_dtype = dtype_of(tensors.grads.empty() ? compute : tensors.grads[0].scalar_type());
   args.moment_dtype = dtype_of(tensors.exp_avg.scalar_type());
   args.is_stochastic = tensors.is_stochastic;
   args.param = param.data_ptr();
@@ -260,10 +257,9 @@ SumSquaresArgs check_sum_squares(
   STD_TORCH_CHECK(numel >= 0, "sum_squares_: numel must be at least 0, got ", numel);
   SumSquaresArgs args{};
   args.sum = check_sums(check, sums, segments, numel);
-  const TensorRow row(tensors, offsets);
-  check.offsets("offsets", row, "tensors", "the shard", numel);
-  check_runs(check, "tensors", row, float_types(), runs);
-  args.dtype = row.empty() ? DType::kFloat32 : dtype_of(row[0].scalar_type());
+  check.offsets("offsets", offsets, tensors, "tensors", "the shard", numel);
+  check_runs(check, "tensors", tensors, float_types(), offsets, runs);
+  args.dtype = tensors.empty() ? DType::kFloat32 : dtype_of(tensors[0].scalar_type());
   args.runs = runs.data();
   args.num_runs = static_cast<int64_t>(runs.size());
   return args;
@@ -278,20 +274,18 @@ void check_sum_pairs(const Tensor& total, const Tensor& pairs) {
 FlattenArgs check_flatten(
     const Tensor& flat, const std::vector<Tensor>& tensors, const std::vector<int64_t>& offsets,
     const std::optional<Tensor>& scale, std::vector<FlattenEntry>& entries) {
-  return check_entries(Checker{"flatten_", flat}, flat, TensorRow(tensors, offsets), scale, entries);
+  return check_entries(Checker{"flatten_", flat}, flat, tensors, offsets, scale, entries);
 }
 
 FlattenArgs check_unflatten(
     const std::vector<Tensor>& tensors, const Tensor& flat, const std::vector<int64_t>& offsets,
     const std::optional<Tensor>& scale, std::vector<FlattenEntry>& entries) {
-  const TensorRow row(tensors, offsets);
-  const FlattenArgs args = check_entries(Checker{"unflatten_", flat}, flat, row, scale, entries);
-  for (size_t i = 0; i < row.size(); ++i) {
-    const TensorView tensor = row[i];
-    for (int64_t dim = 0; dim < tensor.dim(); ++dim) {
+  const FlattenArgs args = check_entries(Checker{"unflatten_", flat}, flat, tensors, offsets, scale, entries);
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    for (int64_t dim = 0; dim < tensors[i].dim(); ++dim) {
       STD_TORCH_CHECK(
-          tensor.stride(dim) != 0 || tensor.size(dim) <= 1, "unflatten_: tensors[", i,
-          "] must have no two elements in one place, got strides ", text_of(strides_of(tensor.tensor())));
+          tensors[i].stride(dim) != 0 || tensors[i].size(dim) <= 1, "unflatten_: tensors[", i,
+          "] must have no two elements in one place, got strides ", text_of(strides_of(tensors[i])));
     }
   }
   return args;

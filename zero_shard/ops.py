@@ -8,21 +8,16 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Sequence
-from operator import attrgetter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
-from torch import Tensor
 
 from zero_shard import apex_kernels, twins
 
 _LOG = logging.getLogger("zero_shard")
 _PACKAGE_DIR = Path(__file__).parent
-_PACKED_FROM = 16  # tensors of a list that go by address
-_PLAIN_TYPES = {Tensor, torch.nn.Parameter}  # others may have no memory of their own, and a dispatch
 
 
 class Kernels(NamedTuple):
@@ -91,23 +86,6 @@ def _warn_once(kind: str) -> None:
         _LOG.warning("zero_shard: no compiled %s kernels (%s); the slower PyTorch path is used.", kind, _MISSING[kind])
 
 
-_address = attrgetter("_cdata")
-
-
-def _packed(tensors: Sequence[Tensor], offsets: Sequence[int]) -> tuple[Sequence[Tensor], Sequence[int]]:
-    """Return a long list of tensors as their addresses. See Note [Tensors by address] in ``csrc/tensor_row.h``.
-
-    The caller holds the tensors until the operator returns.
-    """
-    num_tensors = len(tensors)
-    if num_tensors < _PACKED_FROM or num_tensors != len(offsets) or not set(map(type, tensors)) <= _PLAIN_TYPES:
-        return tensors, offsets
-    rows = np.empty((2, num_tensors), dtype=np.int64)
-    rows[0] = np.fromiter(map(_address, tensors), dtype=np.int64, count=num_tensors)
-    rows[1] = offsets
-    return [torch.from_numpy(rows)], []
-
-
 _NONE = Kernels("none", *(lambda *args: None for _ in _OP_NAMES))  # for tensors without numbers
 _TWINS = Kernels("torch", *(getattr(twins, name) for name in _OP_NAMES))
 _MISSING = _load()
@@ -116,18 +94,7 @@ _warned: set[str] = set()
 
 def _native() -> Kernels:
     namespace: Any = torch.ops.zero_shard
-    flatten_, sum_squares_, adamw_ = (
-        getattr(namespace, name).default for name in ("flatten_", "sum_squares_", "adamw_")
-    )
-    return Kernels(
-        "native",
-        flatten_=lambda flat, tensors, offsets, scale: flatten_(flat, *_packed(tensors, offsets), scale),
-        unflatten_=namespace.unflatten_.default,
-        reduce_slices_=namespace.reduce_slices_.default,
-        sum_squares_=lambda sums, tensors, offsets, *rest: sum_squares_(sums, *_packed(tensors, offsets), *rest),
-        sum_pairs_=namespace.sum_pairs_.default,
-        adamw_=lambda param, low, grads, offsets, *rest: adamw_(param, low, *_packed(grads, offsets), *rest),
-    )
+    return Kernels("native", *(getattr(namespace, name).default for name in _OP_NAMES))
 
 
 def missing_reason(device: torch.device | str = "cpu") -> str | None:

@@ -119,7 +119,7 @@ class _Job:
         self._holders = holders(module)
         self._slots = [slot for held in self._holders for slot in held.slots if slot.param in self._names.of_param]
         self._entries: dict[str, Any] = {}
-        self._prepare: list[Callable[[], None]] = []  # before anything is read
+        self._prepare: list[Callable[[], object]] = []  # before anything is read
         self._groups: list[dict[str, Any]] = []
         self._extras: dict[str, Any] = {}
         self._random: dict[str, Any] | None = None
