@@ -17,7 +17,7 @@ from zero_shard.number_formats import square_root
 NEAREST_LEVEL = 0x8000  # random bits that choose the nearest of two levels
 _SMALLEST_SCALE = 2.0**-100  # so that the lowest level is no zero in float32
 _TOP = {torch.int8: 128, torch.uint8: 256}
-_CHUNK_NUMEL = 1 << 20
+_CHUNK_NUMEL = 1 << 14  # bounds the temporaries, of which there are twenty
 
 
 def scales_of(blocks: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ from zero_shard.checkpoint.writer import METADATA, CheckedFile, FileFacts
 MANIFEST = "manifest.json"
 _FORMAT, _VERSION = "zero_shard checkpoint", 1
 _ABANDONED_S = 86_400  # age at which a leftover without a lock goes
-_PIECE_NBYTES = 8 << 20
+_PIECE_NBYTES = 1 << 20
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of Linux
 _libc = ctypes.CDLL(None, use_errno=True)
 

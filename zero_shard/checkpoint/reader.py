@@ -27,7 +27,7 @@ from torch.futures import Future
 
 from zero_shard.checkpoint.writer import METADATA
 
-_PIECE_NBYTES = 4 << 20  # read at a time where numbers change their form on the way
+_PIECE_NBYTES = 1 << 20  # read at a time where numbers change their form on the way
 _MAX_OPEN_FILES = 64
 _NAME_LENGTH_AT = 26  # in the header that a zip archive has before each file
 _LOCAL_HEADER_NBYTES = 30
