@@ -10,7 +10,7 @@ _MAGNITUDE = 0x7FFFFFFF
 _INF = 0x7F800000
 _BF16_QUIET_BIT = 0x40
 _LOWER_16 = 0xFFFF
-_CHUNK_NUMEL = 1 << 16  # bounds the temporaries, of which there are ten
+_CHUNK_NUMEL = 1 << 14  # bounds the temporaries, of which there are ten
 
 
 def square_root(tensor: Tensor) -> Tensor:
