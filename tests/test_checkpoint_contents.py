@@ -190,9 +190,8 @@ def _through(root: Path, *kinds: str) -> list[dict[str, Any]]:
 def _check_precisions(root: Path) -> None:
     chains = [
         ["fp32", "bf16", "fp16", "cast to bf16", "cast to fp16", "fp64", "fp32"],
-        ["bf16", "fp32", "bf16", "cast to bf16", "bf16", "fp16", "bf16"],
-        ["fp16", "fp32", "cast to fp16", "bf16", "fp16"],
-        ["cast to bf16", "fp32", "bf16", "cast to bf16"],
+        ["bf16", "fp32", "cast to bf16", "bf16"],
+        ["fp16", "bf16", "fp32", "fp16"],
         ["bf16 moments", "fp32", "bf16 moments"],
         ["int8 moments", "fp32", "int8 moments"],
         ["no master", "bf16", "fp32", "no master"],
