@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -86,11 +86,27 @@ def joined(*, timeout_s: float) -> Iterator[Ranks]:
         "nccl" if has_gpus else "gloo",
         timeout=timedelta(seconds=timeout_s),
         device_id=device if has_gpus else None,
+        **_store_of_this_life(rank, world_size),
     )
     yield Ranks(rank, world_size, device)
     # Only after success: with a peer gone, leaving in good order would wait for it.
     dist.barrier()
     dist.destroy_process_group()
+
+
+def _store_of_this_life(rank: int, world_size: int) -> dict[str, Any]:
+    """Return what keeps ranks that torchrun has started again away from the addresses of those that died.
+
+    torchrun keeps one store over all restarts (pytorch/pytorch issue 135712). With several agents, which count restarts
+    each for itself, set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 where torchrun is started.
+    """
+    environment = os.environ
+    is_shared = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if not is_shared or environment.get("GROUP_WORLD_SIZE") != "1":
+        return {}
+    store = dist.TCPStore(environment["MASTER_ADDR"], int(environment["MASTER_PORT"]), is_master=False)
+    life = dist.PrefixStore(f"life {environment.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    return {"store": life, "rank": rank, "world_size": world_size}
 
 
 def _num_usable_cpus() -> int:

@@ -128,9 +128,11 @@ def build(settings: Settings, ranks: Ranks, out: Path) -> Run:
 
 
 def must_go_on(run: Run) -> bool:
-    """Whether torchrun has started the ranks again after a failure, and there is something to go on from."""
+    """Whether torchrun has started ranks again, and there is something to go on from. All ranks call it."""
     was_restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
-    return was_restarted and zero_shard.latest_checkpoint(run.out) is not None
+    can_go_on = run.ranks.is_first and zero_shard.latest_checkpoint(run.out) is not None
+    seen = run.ranks.gather((was_restarted, can_go_on))
+    return any(restarted for restarted, _ in seen) and seen[0][1]
 
 
 def start(run: Run) -> int:

@@ -437,7 +437,7 @@ def test_without_an_exchange_in_one_step_a_crash_between_two_renames_is_survived
 
     def dying(self: Path, target: Any) -> Path:
         calls.append(self)
-        if len(calls) == 2:
+        if len(calls) == 3:
             raise KeyboardInterrupt
         return rename(self, target)
 
