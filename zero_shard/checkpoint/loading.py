@@ -61,6 +61,8 @@ def load(
         In every case on all ranks, and weights, moments and step counts are as they were.
     """
     held = [optimizer.held] if optimizer is not None else holders(module)
+    for each in held:
+        each.check_in_charge()
     ranks = held[0].ranks if held else Agreements(None, None)
     label = f"loading {os.fspath(path)}"
     ranks.roll_call(label)
@@ -311,6 +313,8 @@ class _Job:
     @torch.no_grad()
     def read(self) -> None:
         """Read everything into place."""
+        for held in self._holders:
+            held.take_back_replaced()
         for prepare in self._prepare:
             prepare()
         self._reader.read_data(self._planner.finish_plan(self._plan), self._planner).wait()
