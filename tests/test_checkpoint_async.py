@@ -88,6 +88,7 @@ def _check_all(parent: str) -> None:
     for stage, config in ((0, {}), (1, {"param_dtype": "bfloat16"}), (2, {"state_dtype": "int8"}), (3, {})):
         _later_steps_do_not_leak_in(f"{parent}/{stage}", stage, config)
     _errors_surface(parent)
+    _moments_changed_by_hand_are_noticed(parent)
     _memory_is_bounded(parent)
     _nothing_is_kept(parent)
 
@@ -123,6 +124,34 @@ def _errors_surface(parent: str) -> None:
     assert zero_shard.load(f"{parent}/e", model, optimizer)["step"] == 1
     assert zero_shard.load(f"{parent}/f", model, optimizer)["step"] == 5
     assert all(map(torch.equal, _everything(model, optimizer), before))
+
+
+def _moments_changed_by_hand_are_noticed(parent: str) -> None:
+    """They are copied by the thread; a step and a load wait for it, and anything else is told."""
+    model, optimizer, scheduler = _build(2)
+    _train(model, optimizer, scheduler, 1)
+    start, may_copy = background._LateCopy.make, threading.Event()
+
+    def late(copy: Any) -> None:
+        may_copy.wait(20)
+        start(copy)
+
+    logging.getLogger("zero_shard").disabled = True
+    background._LateCopy.make = late  # type: ignore[method-assign]
+    try:
+        pending = zero_shard.async_save(f"{parent}/i", model, optimizer)
+        for entry in optimizer.state.values():
+            entry["exp_avg"].mul_(2.0)
+        threading.Timer(0.2, may_copy.set).start()
+        begun = time.monotonic()
+        _train(model, optimizer, scheduler, 1)  # waits for the copies
+        assert time.monotonic() - begun >= 0.15
+        with pytest.raises(RuntimeError, match="exp_avg was changed before async_save had copied it"):
+            pending.wait()
+    finally:
+        background._LateCopy.make = start  # type: ignore[method-assign]
+        logging.getLogger("zero_shard").disabled = False
+    zero_shard.async_save(f"{parent}/i", model, optimizer).wait()
 
 
 def _memory_is_bounded(parent: str) -> None:

@@ -295,6 +295,7 @@ class AdamW(torch.optim.AdamW):
         if self._join_hook is not None:
             self._join_hook.announce_step()
         self._stage.before_step()
+        self.held.settle()
         self.held.forget_cleared()
         for average in self.held.averages:
             average.begin_new()
@@ -382,6 +383,7 @@ class AdamW(torch.optim.AdamW):
         check_amsgrad(state_dict["param_groups"], self.config.state_dtype)
         with torch.inference_mode(False):
             self.held.load_groups(state_dict["param_groups"])
+            self.held.settle()
             copy_state(loaded, self._reducer.slots, self._tables.steps)
             self.held.show_counted()
         for after in self._optimizer_load_state_dict_post_hooks.values():

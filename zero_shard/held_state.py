@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -46,6 +46,7 @@ class HeldState:
     Attributes:
         ranks: Who trains together: ``rank``, ``num_ranks``, ``shards``, ``replicas``, ``control``, ``all_gather_``,
             ``errors_on_all_ranks``.
+        before_change: Called before moments change: a save in the background may be copying them.
         averages: Every ExponentialMovingAverage of the optimizer, weakly.
     """
 
@@ -60,6 +61,7 @@ class HeldState:
     ) -> None:
         self.ranks = ranks
         self.averages: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.before_change: Callable[[], None] | None = None
         self._optimizer = weakref.ref(optimizer)  # weak: an optimizer that is deleted goes at once
         self._stage, self._reducer, self._tables, self._tenure = stage, reducer, tables, tenure
         self._is_shown = torch.zeros(0, dtype=torch.uint8)  # [P]: `optimizer.state` shows the slot's state
@@ -90,6 +92,12 @@ class HeldState:
         self._reducer.take_back_replaced()
 
     # ---- to write ------------------------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Block until nobody copies moments any more. Local."""
+        if self.before_change is not None:
+            self.before_change()
+            self.before_change = None
 
     @property
     def is_lent(self) -> bool:

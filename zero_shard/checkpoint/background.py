@@ -1,4 +1,10 @@
-"""Saving while training goes on: a copy of the own shard at the call, written by a thread."""
+"""Saving while training goes on: a copy of the own shard at the call, written by a thread.
+
+# Note [Copies under way]
+Weights and buffers, which anybody may change, are copied in the call. Moments on a CPU change in ``step()`` and where
+state is loaded, and these wait (`HeldState.settle`): so the thread copies them, while forward and backward run. Should
+somebody else change them meanwhile, torch's count of changes tells, and the save fails with the remedy.
+"""
 
 from __future__ import annotations
 
@@ -7,36 +13,78 @@ import os
 import threading
 import weakref
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from zero_shard.adamw import AdamW
+from zero_shard.buffers import SCALE_NAMES, STATE_NAMES
 from zero_shard.checkpoint.contents import Contents
 from zero_shard.checkpoint.saving import prepare, write
 from zero_shard.collectives import Agreements
 
+_LATE_NAMES = (*STATE_NAMES, *SCALE_NAMES)
 _LOG = logging.getLogger("zero_shard")
+
+
+class _LateCopy(NamedTuple):
+    """A copy that the thread makes."""
+
+    name: str
+    room: Tensor
+    tensor: Tensor
+    version: int
+
+    def make(self) -> None:
+        """Copy, unless the tensor has changed since the call.
+
+        Raises:
+            RuntimeError: It has.
+        """
+        self.room.copy_(self.tensor)
+        if self.tensor._version != self.version:
+            raise RuntimeError(
+                f"{self.name} was changed before async_save had copied it; change optimizer.state after wait(), or "
+                "use save()"
+            )
 
 
 class PendingSave:
     """A checkpoint that is being written."""
 
-    def __init__(self, contents: Contents, target: Path, ranks: Agreements, keep: int | None) -> None:
+    def __init__(
+        self, contents: Contents, target: Path, ranks: Agreements, keep: int | None, late: list[_LateCopy]
+    ) -> None:
         self._error: BaseException | None = None
+        self._late, self._is_copied = late, threading.Event()
         self._job: tuple[Contents, Path, Agreements, int | None] | None = (contents, target, ranks, keep)
         self._thread = threading.Thread(target=self._run, name=f"zero_shard saves {target}")
         self._thread.start()
 
     def _run(self) -> None:
         assert self._job is not None
+        _, target, ranks, _ = self._job
         try:
+            with ranks.errors_on_all_ranks(f"saving {target}"):
+                self._copy()
             write(*self._job)
         except BaseException as error:  # for whoever waits
             self._error = error
             _LOG.error("zero_shard: %s failed: %s", self._thread.name, error)
         self._job = None
+
+    def _copy(self) -> None:
+        try:
+            for copy in self._late:
+                copy.make()
+        finally:
+            self._late = []
+            self._is_copied.set()
+
+    def wait_for_copies(self) -> None:
+        """Block until nothing live is needed any more. See Note [Copies under way]."""
+        self._is_copied.wait()
 
     def done(self) -> bool:
         """Whether it has ended, well or not."""
@@ -63,6 +111,7 @@ class _Staging:
     def __init__(self, ranks: Agreements) -> None:
         self.ranks = ranks.in_background()
         self.pending: PendingSave | None = None
+        self.late: list[_LateCopy] = []
         self._room: dict[Any, Tensor] = {}
         self._used: dict[Any, Tensor] = {}
 
@@ -71,14 +120,19 @@ class _Staging:
         pending, self.pending = self.pending, None
         if pending is not None:
             pending.wait()
-        self._room, self._used = self._used, {}
+        self._room, self._used, self.late = self._used, {}, []
 
     def copy(self, key: Any, tensor: Tensor) -> Tensor:
         """Return a copy."""
         room = self._room.get(key)
         if room is None or (room.shape, room.dtype) != (tensor.shape, tensor.dtype):
             room = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-        self._used[key] = room.copy_(tensor, non_blocking=True)
+        self._used[key] = room
+        is_moment = isinstance(key, tuple) and key[1] in _LATE_NAMES
+        if is_moment and tensor.device.type == "cpu" and not tensor.is_inference():
+            self.late.append(_LateCopy(key[1], room, tensor, tensor._version))
+        else:
+            room.copy_(tensor, non_blocking=True)
         return room
 
 
@@ -110,5 +164,6 @@ def async_save(
         contents = prepare(path, module, optimizer, keep, extra, copy=staging.copy)
         if torch.cuda.is_available():
             torch.cuda.current_stream().synchronize()
-    staging.pending = PendingSave(contents, Path(os.path.realpath(path)), staging.ranks, keep)
+    staging.pending = PendingSave(contents, Path(os.path.realpath(path)), staging.ranks, keep, staging.late)
+    optimizer.held.before_change = staging.pending.wait_for_copies
     return staging.pending

@@ -222,7 +222,7 @@ class _Collector:
     def _averages(self, key: str, average: ExponentialMovingAverage) -> dict[str, Any]:
         found: dict[str, Any] = {}
         for bucket, flat in average.shards():
-            own = self._copy((id(bucket), key), flat[bucket.part_range])
+            own = self._copy((id(bucket), f"average {key}"), flat[bucket.part_range])
             for segment in bucket.part_segments:
                 part = own[segment.shard_start : segment.shard_start + segment.numel]
                 name = self._names.first(bucket.params[segment.slot])

@@ -314,6 +314,7 @@ class _Job:
     def read(self) -> None:
         """Read everything into place."""
         for held in self._holders:
+            held.settle()
             held.take_back_replaced()
         for prepare in self._prepare:
             prepare()
