@@ -22,10 +22,11 @@ from zero_shard.adamw import AdamW
 from zero_shard.buffers import SCALE_NAMES, STATE_NAMES
 from zero_shard.checkpoint.contents import Contents
 from zero_shard.checkpoint.saving import prepare, write
-from zero_shard.collectives import Agreements
+from zero_shard.collectives import Agreements, ProcessGroup
 
 _LATE_NAMES = (*STATE_NAMES, *SCALE_NAMES)
 _LOG = logging.getLogger("zero_shard")
+_last_threads: weakref.WeakKeyDictionary[ProcessGroup, threading.Thread] = weakref.WeakKeyDictionary()
 
 
 class _LateCopy(NamedTuple):
@@ -59,28 +60,41 @@ class PendingSave:
         self._error: BaseException | None = None
         self._late, self._is_copied = late, threading.Event()
         self._job: tuple[Contents, Path, Agreements, int | None] | None = (contents, target, ranks, keep)
+        self._before: threading.Thread | None = None
         self._thread = threading.Thread(target=self._run, name=f"zero_shard saves {target}")
+        if ranks.control is not None:
+            # Threads of two optimizers would use one group in different orders on different ranks.
+            self._before, _last_threads[ranks.control] = _last_threads.get(ranks.control), self._thread
         self._thread.start()
 
     def _run(self) -> None:
         assert self._job is not None
         _, target, ranks, _ = self._job
+        before, self._before = self._before, None
         try:
+            failed = self._copy()
+            if before is not None:
+                before.join()
             with ranks.errors_on_all_ranks(f"saving {target}"):
-                self._copy()
+                if failed is not None:
+                    raise failed
             write(*self._job)
         except BaseException as error:  # for whoever waits
             self._error = error
             _LOG.error("zero_shard: %s failed: %s", self._thread.name, error)
         self._job = None
 
-    def _copy(self) -> None:
+    def _copy(self) -> Exception | None:
+        """Make the copies that are left; return what went wrong, which all ranks are to hear."""
+        failed: Exception | None = None
         try:
             for copy in self._late:
                 copy.make()
-        finally:
-            self._late = []
-            self._is_copied.set()
+        except RuntimeError as error:
+            failed = error
+        self._late = []
+        self._is_copied.set()
+        return failed
 
     def wait_for_copies(self) -> None:
         """Block until nothing live is needed any more. See Note [Copies under way]."""
