@@ -159,7 +159,8 @@ class _Collector:
         self._names = Names(module)
         self._ranks = optimizer.held.ranks
         self._slots = [slot for held in holders(module) for slot in held.slots if slot.param in self._names.of_param]
-        self._stored = {slot.bucket: _Stored(slot.bucket, copy) for slot in self._slots}
+        buckets = dict.fromkeys(slot.bucket for slot in self._slots)
+        self._stored = {bucket: _Stored(bucket, copy) for bucket in buckets}
 
     def contents(self, extra: Mapping[str, Any]) -> Contents:
         names = self._names
@@ -194,7 +195,8 @@ class _Collector:
             if source is not None:
                 weights[self._names.first(slot.param)] = source
         # What lies in no bucket is the same on all ranks, which take turns; buffers are those of rank 0.
-        foreign = [param for param in self._names.of_param if param not in {slot.param: None for slot in self._slots}]
+        bucketed = {slot.param: None for slot in self._slots}
+        foreign = [param for param in self._names.of_param if param not in bucketed]
         for number, param in enumerate(foreign):
             if number % self._ranks.num_ranks == self._ranks.rank:
                 weights[self._names.first(param)] = self._copy(self._names.first(param), param.detach())
@@ -222,7 +224,7 @@ class _Collector:
     def _averages(self, key: str, average: ExponentialMovingAverage) -> dict[str, Any]:
         found: dict[str, Any] = {}
         for bucket, flat in average.shards():
-            own = self._copy((id(bucket), f"average {key}"), flat[bucket.part_range])
+            own = self._copy((id(bucket), "averages", key), flat[bucket.part_range])
             for segment in bucket.part_segments:
                 part = own[segment.shard_start : segment.shard_start + segment.numel]
                 name = self._names.first(bucket.params[segment.slot])

@@ -10,8 +10,7 @@ import io
 import os
 import pickle
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, BinaryIO, NamedTuple, cast
 
@@ -71,8 +70,10 @@ class CheckedFile(io.RawIOBase):
         while start < len(view):
             if before_write is not None:
                 before_write(self._name)
-            with self._named_errors():
+            try:
                 start += os.write(self._fd, view[start:])
+            except OSError as error:
+                raise self._named(error) from None
         self._position += len(view)
         return len(view)
 
@@ -81,18 +82,15 @@ class CheckedFile(io.RawIOBase):
         if self._fd >= 0:
             fd, self._fd = self._fd, -1
             try:
-                with self._named_errors():
-                    os.fsync(fd)
+                os.fsync(fd)
+            except OSError as error:
+                raise self._named(error) from None
             finally:
                 os.close(fd)
         super().close()
 
-    @contextmanager
-    def _named_errors(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, self._name) from None
+    def _named(self, error: OSError) -> OSError:
+        return OSError(error.errno, error.strerror, self._name)
 
     @property
     def facts(self) -> FileFacts:
