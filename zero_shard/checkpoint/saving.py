@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
 from zero_shard.adamw import AdamW
-from zero_shard.checkpoint.contents import Contents, collect
+from zero_shard.checkpoint.contents import Contents, collect, holders
 from zero_shard.checkpoint.directory import IncompleteDirectory, check_keep, opened, prune
 from zero_shard.checkpoint.parts import SavePlanner
 from zero_shard.checkpoint.writer import FileFacts, Writer
@@ -52,6 +52,7 @@ def save(
     write(contents, Path(os.path.realpath(path)), ranks, keep)
 
 
+@torch.inference_mode(False)  # what it makes outlives the call
 @torch.no_grad()
 def prepare(
     path: str | os.PathLike[str],
@@ -64,7 +65,9 @@ def prepare(
     """Check the arguments and return what this rank writes. Local."""
     check_keep(Path(os.path.realpath(path)), keep)
     optimizer.held.check_in_charge()
-    optimizer.held.take_back_replaced()
+    optimizer.held.forget_cleared()
+    for held in holders(module):
+        held.take_back_replaced()
     return collect(module, optimizer, extra, **options)
 
 
