@@ -325,12 +325,13 @@ def _is_hidden(name: str, target: str, kinds: Iterable[str]) -> bool:
 
 
 def _sweep(target: Path) -> None:
-    """Remove what crashed savers of this name have left."""
-    kinds = ["incomplete", "removed", *(["replaced"] if target.exists() else [])]
+    """Remove what crashed savers of this name have left, or of one that differs in the number at its end."""
+    stem = target.name.rstrip("0123456789")
     for each in list(target.parent.iterdir()):
-        if _is_hidden(each.name, target.name, kinds):
-            _remove(each)
-        elif _is_hidden(each.name, target.name, ["new"]) and _age_s(each) > _ABANDONED_S:
+        match = re.fullmatch(rf"\.({re.escape(stem)}\d*)\.[0-9a-f]{{16}}\.(incomplete|removed|replaced|new)", each.name)
+        if match is None or (match[2] == "replaced" and not target.with_name(match[1]).exists()):
+            continue
+        if match[2] != "new" or _age_s(each) > _ABANDONED_S:
             _remove(each)
 
 
