@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -75,9 +75,12 @@ def load(
                 job = _Job(module, optimizer, reader, directory)
                 job.check(into)
             with ranks.errors_on_all_ranks(label):
+                job.set_extra_states()
+            with ranks.errors_on_all_ranks(label):
                 job.read()
             job.commit(random_states)
-            return job.finish(into)
+            with ranks.errors_on_all_ranks(label):
+                return job.finish(into)
 
 
 @contextmanager
@@ -87,9 +90,9 @@ def _opened(path: Path, ranks: Agreements, label: str) -> Iterator[Directory]:
         with ranks.errors_on_all_ranks(label):
             chosen = _chosen(path) if ranks.rank == 0 else path
         chosen = Path(ranks.gather_objects(str(chosen), label)[0])
-        with ranks.errors_on_all_ranks(label):
-            directory = Directory(chosen)
-        with directory:
+        with ExitStack() as stack:
+            with ranks.errors_on_all_ranks(label):
+                directory = stack.enter_context(Directory(chosen))
             if len(set(ranks.gather_objects(directory.id, label))) == 1:
                 yield directory
                 return
@@ -120,6 +123,7 @@ class _Job:
             raise FileNotFoundError(f"{directory.path / MANIFEST} is missing: the checkpoint is damaged")
         self._holders = holders(module)
         self._slots = [slot for held in self._holders for slot in held.slots if slot.param in self._names.of_param]
+        self._own_buckets = set() if optimizer is None else set(optimizer.held.buckets)
         self._entries: dict[str, Any] = {}
         self._prepare: list[Callable[[], object]] = []  # before anything is read
         self._groups: list[dict[str, Any]] = []
@@ -129,12 +133,16 @@ class _Job:
 
     # ---- checks: nothing live is touched -------------------------------------------------------------------
 
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def check(self, into: Mapping[str, Any]) -> None:
         """Find a place for everything.
 
         Raises:
             ValueError: The checkpoint is of another model, or something is missing.
+            RuntimeError: The parameters belong to a later optimizer, or hold averages.
         """
+        self._check_holders()
         if self._optimizer is not None:
             self._index.name_numbered(self._names.of_groups(self._optimizer.param_groups))
         keys = self._weight_keys()
@@ -163,6 +171,17 @@ class _Job:
         planner.set_up_planner(self._entries, self._metadata, True)
         self._planner, self._plan = planner, planner.create_local_plan()
         self._reader.check(self._plan)
+
+    def _check_holders(self) -> None:
+        if self._optimizer is not None:
+            self._optimizer.held.check_in_charge()
+        for held in self._holders:
+            if held.is_lent:
+                raise RuntimeError(
+                    "the model holds averaged weights, and its own would come back over what is loaded; leave "
+                    "ExponentialMovingAverage.applied() first"
+                )
+            held.take_back_replaced()
 
     def _weight_keys(self) -> dict[nn.Parameter, str]:
         found = {}
@@ -203,6 +222,8 @@ class _Job:
         if name not in self._extras:
             raise ValueError(f"the checkpoint has no extra {name!r}; it has {sorted(self._extras)}")
         if isinstance(target, ExponentialMovingAverage):
+            if not isinstance(self._extras[name], dict) or "num_updates" not in self._extras[name]:
+                raise ValueError(f"{name}: the checkpoint has no averages of this name, but a value")
             self._add_averages(name, target)
         elif not is_stateful(target):
             raise TypeError(
@@ -231,6 +252,10 @@ class _Job:
             if low_key is not None:
                 self._prepare.append(bucket.allocate_state)
                 self._entries[low_key] = Sink(view, segment, lambda: bucket.local_part(_there(bucket.low), position))
+            elif self._optimizer is not None and bucket not in self._own_buckets and bucket.low is not None:
+                # The checkpoint of one of several optimizers: equal weights keep what another's has brought.
+                room = partial(torch.empty, 0 if segment is None else segment.numel, dtype=bucket.dtype)
+                self._entries[key] = Sink(view, segment, partial(room, device=bucket.device), partial(_change, slot))
             else:
                 self._entries[key] = Sink(
                     view, segment, partial(bucket.local_part, bucket.shard, position), partial(_reset_low, slot)
@@ -311,6 +336,13 @@ class _Job:
     # ---- reading -------------------------------------------------------------------------------------------
 
     @torch.no_grad()
+    def set_extra_states(self) -> None:
+        """Hand modules what is theirs: first, as this is code of the user's, which may raise."""
+        for set_extra_state, value in self._extra_states:
+            set_extra_state(value)
+
+    @torch.inference_mode(False)  # what it makes outlives the call
+    @torch.no_grad()
     def read(self) -> None:
         """Read everything into place."""
         for held in self._holders:
@@ -320,11 +352,10 @@ class _Job:
             prepare()
         self._reader.read_data(self._planner.finish_plan(self._plan), self._planner).wait()
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def commit(self, has_random_states: bool) -> None:
         """Make what was read visible. All ranks call."""
-        for set_extra_state, value in self._extra_states:
-            set_extra_state(value)
         for held in self._holders:
             if self._optimizer is not None and held is self._optimizer.held:
                 held.load_groups(self._filled_groups(self._optimizer))
@@ -371,6 +402,15 @@ def _reset_low(slot: GradSlot, weights: Tensor) -> None:
     if bucket.low is not None:
         low = bucket.local_part(bucket.low, slot.position)
         low.zero_() if low.dtype == torch.int16 else low.copy_(weights)
+
+
+def _change(slot: GradSlot, weights: Tensor) -> None:
+    """Store weights, and let the masters of those that are not what they were be the weights themselves."""
+    bucket = slot.bucket
+    shard, low = (bucket.local_part(flat, slot.position) for flat in (bucket.shard, _there(bucket.low)))
+    has_changed = shard.view(torch.int16) != weights.view(torch.int16)
+    low.copy_(torch.where(has_changed, 0 if low.dtype == torch.int16 else weights.float(), low))
+    shard.copy_(weights)
 
 
 def _write_masters(slot: GradSlot, values: Tensor) -> None:

@@ -139,7 +139,7 @@ class Reader(StorageReader):
         return False
 
     def check(self, plan: LoadPlan) -> None:
-        """See that every file that a plan reads is there, and long enough.
+        """See that every file that a plan reads is there, long enough, and has the tensors where they should be.
 
         Raises:
             FileNotFoundError, ValueError: It is not, by name.
@@ -152,6 +152,9 @@ class Reader(StorageReader):
             nbytes = os.fstat(self._fd(name)).st_size
             if nbytes < end:
                 raise ValueError(f"{name} is damaged: it has {nbytes} bytes, expected at least {end}")
+        for item in plan.items:
+            if item.type != LoadItemType.BYTE_IO and self._record(item.storage_index) is None:
+                self._load_value(item.storage_index.fqn, self._places[item.storage_index])
 
     def read_value(self, key: str, num_dims: int = 0) -> Any:
         """Return something that was stored in one piece; no code is run.
