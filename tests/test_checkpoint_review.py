@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import ranks
 import torch
@@ -269,7 +270,24 @@ def _a_refusal_closes_everything(root: Path) -> None:
     assert len(os.listdir("/proc/self/fd")) == num_open
 
 
+def _numbers_of_numpy_are_numbers(root: Path) -> None:
+    model, optimizer = _build(2)
+    for group in optimizer.param_groups:
+        group["lr"] = numpy.float64(0.25)
+    values = {"loss": numpy.float32(0.5), "more": [numpy.int64(3), (numpy.bool_(True), {"a": numpy.float64(2)})]}
+    zero_shard.save(root / "numpy", model, optimizer, **values)
+    assert repr(zero_shard.load(root / "numpy", model, optimizer)) == repr(
+        {"loss": 0.5, "more": [3, (True, {"a": 2.0})]}
+    )
+    assert repr(optimizer.param_groups[0]["lr"]) == "0.25"
+    with pytest.raises(
+        (TypeError, RuntimeError), match=r"where can't be saved: .*\(Unsupported global: GLOBAL pathlib"
+    ):
+        zero_shard.save(root / "numpy", model, optimizer, where=Path("a"))
+
+
 _CHECKS = (
+    _numbers_of_numpy_are_numbers,
     _several_save_at_once,
     _averages_have_memory_of_their_own,
     _what_was_replaced_does_not_come_back,

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy
 import torch
 from torch import Tensor, nn
 
@@ -24,6 +25,7 @@ from zero_shard.block_codec import decode_blocks
 from zero_shard.buffers import SCALE_NAMES, STATE_NAMES, Bucket
 from zero_shard.checkpoint.parts import Source, Value
 from zero_shard.checkpoint.random_states import random_states
+from zero_shard.checkpoint.reader import reason_of
 from zero_shard.groups import Groups
 from zero_shard.held_state import HeldState, held_of
 from zero_shard.layout import BLOCK_NUMEL, Segment
@@ -265,6 +267,15 @@ def _state_of(key: str, value: Any) -> Any:
     return value.state_dict() if is_stateful(value) else value
 
 
+def _without_numpy(value: Any) -> Any:
+    """Return numbers of NumPy's, which learning rates may have become, as those of Python, in containers, too."""
+    if isinstance(value, numpy.generic):
+        return value.item()
+    if type(value) is dict:
+        return {key: _without_numpy(each) for key, each in value.items()}
+    return type(value)(map(_without_numpy, value)) if type(value) in (list, tuple) else value
+
+
 def _safe(key: str, value: Any) -> Value:
     """Return a value that can be read back without running code.
 
@@ -272,12 +283,11 @@ def _safe(key: str, value: Any) -> Value:
         TypeError: It can't.
     """
     try:
-        made = Value(value)
+        made = Value(_without_numpy(value))
         torch.load(io.BytesIO(made.content), weights_only=True)
     except Exception as error:  # pickling calls code of the user's
-        reason = str(error).strip().splitlines()[0]
         raise TypeError(
-            f"{key} can't be saved: {type(value).__name__} does not load with weights_only=True ({reason}); pass "
-            "numbers, strings, tensors and containers of them, or an object with state_dict()"
+            f"{key} can't be saved: {type(value).__name__} does not load with weights_only=True ({reason_of(error)}); "
+            "pass numbers, strings, tensors and containers of them, or an object with state_dict()"
         ) from error
     return made

@@ -61,8 +61,6 @@ def load(
         In every case on all ranks, and weights, moments and step counts are as they were.
     """
     held = [optimizer.held] if optimizer is not None else holders(module)
-    for each in held:
-        each.check_in_charge()
     ranks = held[0].ranks if held else Agreements(None, None)
     label = f"loading {os.fspath(path)}"
     ranks.roll_call(label)
@@ -173,9 +171,9 @@ class _Job:
         self._reader.check(self._plan)
 
     def _check_holders(self) -> None:
-        if self._optimizer is not None:
-            self._optimizer.held.check_in_charge()
-        for held in self._holders:
+        own = [] if self._optimizer is None else [self._optimizer.held]
+        for held in (*own, *self._holders):
+            held.check_in_charge()
             if held.is_lent:
                 raise RuntimeError(
                     "the model holds averaged weights, and its own would come back over what is loaded; leave "
@@ -347,7 +345,6 @@ class _Job:
         """Read everything into place."""
         for held in self._holders:
             held.settle()
-            held.take_back_replaced()
         for prepare in self._prepare:
             prepare()
         self._reader.read_data(self._planner.finish_plan(self._plan), self._planner).wait()

@@ -12,6 +12,7 @@ import io
 import math
 import os
 import pickle
+import re
 import struct
 import sys
 import zipfile
@@ -174,7 +175,7 @@ class Reader(StorageReader):
         try:
             return torch.load(self._view(place), map_location="cpu", weights_only=True)
         except Exception as error:
-            raise ValueError(f"{key} in {place.relative_path} can't be read: {error}") from error
+            raise ValueError(f"{key} in {place.relative_path} can't be read: {reason_of(error)}") from error
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read tensors, in the order of the plan: one is complete before the next one begins."""
@@ -244,6 +245,13 @@ class Reader(StorageReader):
                 os.close(self._fds.pop(next(iter(self._fds))))
             self._fds[name] = self._open_file(name)
         return self._fds[name]
+
+
+def reason_of(error: Exception) -> str:
+    """Return why ``torch.load`` has failed, without its advice to load what is not safe."""
+    text = str(error).strip() or repr(error)
+    found = re.search(r"WeightsUnpickler error: (.+)", text)
+    return found[1].strip() if found else text.splitlines()[0]
 
 
 def _read_into(fd: int, position: int, target: Tensor) -> None:
