@@ -61,6 +61,8 @@ def load(
         In every case on all ranks, and weights, moments and step counts are as they were.
     """
     held = [optimizer.held] if optimizer is not None else holders(module)
+    for each in held:
+        each.check_in_charge()
     ranks = held[0].ranks if held else Agreements(None, None)
     label = f"loading {os.fspath(path)}"
     ranks.roll_call(label)
