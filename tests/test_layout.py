@@ -217,7 +217,7 @@ _ORDER = [
     ["interchange"],
     ["averaging", "monitor"],
     ["checkpoint.rectangles", "checkpoint.random_states"],
-    ["checkpoint.parts", "checkpoint.writer"],
+    ["checkpoint.parts", "checkpoint.places", "checkpoint.writer"],
     ["checkpoint.reader", "checkpoint.directory", "checkpoint.contents"],
     ["checkpoint.index"],
     ["checkpoint.saving", "checkpoint.loading"],

@@ -20,13 +20,14 @@ from zero_shard.checkpoint.contents import Names, holders, is_stateful
 from zero_shard.checkpoint.directory import MANIFEST, Directory, latest_checkpoint
 from zero_shard.checkpoint.index import Index
 from zero_shard.checkpoint.parts import LoadPlanner, Sink
+from zero_shard.checkpoint.places import average_part, change, live_part, reset_low, there, write_masters
 from zero_shard.checkpoint.random_states import set_random_states
 from zero_shard.checkpoint.reader import Reader
 from zero_shard.collectives import Agreements
 from zero_shard.construction import check_amsgrad
 from zero_shard.held_state import HeldState
 from zero_shard.masters import note_weights
-from zero_shard.number_formats import join_masters, split_masters_
+from zero_shard.number_formats import join_masters
 from zero_shard.stages.slots import GradSlot
 from zero_shard.state import clear_state
 
@@ -251,14 +252,14 @@ class _Job:
             self._entries[key] = Sink(view, segment, partial(bucket.local_part, bucket.shard, position))
             if low_key is not None:
                 self._prepare.append(bucket.allocate_state)
-                self._entries[low_key] = Sink(view, segment, lambda: bucket.local_part(_there(bucket.low), position))
+                self._entries[low_key] = Sink(view, segment, lambda: bucket.local_part(there(bucket.low), position))
             elif self._optimizer is not None and bucket not in self._own_buckets and bucket.low is not None:
                 # The checkpoint of one of several optimizers: equal weights keep what another's has brought.
                 room = partial(torch.empty, 0 if segment is None else segment.numel, dtype=bucket.dtype)
-                self._entries[key] = Sink(view, segment, partial(room, device=bucket.device), partial(_change, slot))
+                self._entries[key] = Sink(view, segment, partial(room, device=bucket.device), partial(change, slot))
             else:
                 self._entries[key] = Sink(
-                    view, segment, partial(bucket.local_part, bucket.shard, position), partial(_reset_low, slot)
+                    view, segment, partial(bucket.local_part, bucket.shard, position), partial(reset_low, slot)
                 )
             return
         if storage.low_dtype is not None and self._optimizer is not None:
@@ -267,13 +268,13 @@ class _Job:
         weights: list[Tensor] = []
         if low_key is None:
             room = partial(torch.empty, numel, dtype=self._index.dtype_of(key), device=bucket.device)
-            self._entries[key] = Sink(view, segment, room, partial(_write_masters, slot))
+            self._entries[key] = Sink(view, segment, room, partial(write_masters, slot))
             return
         room = partial(torch.empty, numel, dtype=self._index.dtype_of(key), device=bucket.device)
         self._entries[key] = Sink(view, segment, room, weights.append)
         room = partial(torch.empty, numel, dtype=self._index.dtype_of(low_key), device=bucket.device)
         self._entries[low_key] = Sink(
-            view, segment, room, lambda low: _write_masters(slot, join_masters(weights.pop(), low))
+            view, segment, room, lambda low: write_masters(slot, join_masters(weights.pop(), low))
         )
 
     # ---- state ---------------------------------------------------------------------------------------------
@@ -315,7 +316,7 @@ class _Job:
                 room = partial(torch.empty, 0 if segment is None else segment.numel, device=bucket.device)
                 self._entries[key] = Sink(view, segment, room, partial(bucket.write_state, kind, position))
             else:
-                self._entries[key] = Sink(view, segment, partial(_live_part, slot, kind))
+                self._entries[key] = Sink(view, segment, partial(live_part, slot, kind))
 
     def _add_averages(self, name: str, average: ExponentialMovingAverage) -> None:
         if average.optimizer is not self._optimizer:
@@ -330,7 +331,7 @@ class _Job:
                 bucket, position = slot.bucket, slot.position
                 self._check_shape(key, bucket.views[position].shape)
                 self._prepare.append(partial(average.room, bucket))  # in one order on all ranks
-                room = partial(_average_part, average, slot)
+                room = partial(average_part, average, slot)
                 self._entries[key] = Sink(bucket.views[position], bucket.segment_of.get(position), room)
 
     # ---- reading -------------------------------------------------------------------------------------------
@@ -380,46 +381,6 @@ class _Job:
             else:
                 target.load_state_dict(self._extras[name])
         return self._extras
-
-
-def _there(tensor: Tensor | None) -> Tensor:
-    assert tensor is not None
-    return tensor
-
-
-def _live_part(slot: GradSlot, kind: str) -> Tensor:
-    return slot.bucket.local_part(getattr(slot.bucket, kind), slot.position)
-
-
-def _average_part(average: ExponentialMovingAverage, slot: GradSlot) -> Tensor:
-    return slot.bucket.local_part(average.room(slot.bucket), slot.position)
-
-
-def _reset_low(slot: GradSlot, weights: Tensor) -> None:
-    """Let the master be the weights themselves."""
-    bucket = slot.bucket
-    if bucket.low is not None:
-        low = bucket.local_part(bucket.low, slot.position)
-        low.zero_() if low.dtype == torch.int16 else low.copy_(weights)
-
-
-def _change(slot: GradSlot, weights: Tensor) -> None:
-    """Store weights, and let the masters of those that are not what they were be the weights themselves."""
-    bucket = slot.bucket
-    shard, low = (bucket.local_part(flat, slot.position) for flat in (bucket.shard, _there(bucket.low)))
-    has_changed = shard.view(torch.int16) != weights.view(torch.int16)
-    low.copy_(torch.where(has_changed, 0 if low.dtype == torch.int16 else weights.float(), low))
-    shard.copy_(weights)
-
-
-def _write_masters(slot: GradSlot, values: Tensor) -> None:
-    """Store weights of another dtype, without loss where there are masters."""
-    bucket, position = slot.bucket, slot.position
-    shard = bucket.local_part(bucket.shard, position)
-    if bucket.low is None:
-        shard.copy_(values)
-    else:
-        split_masters_(values.float(), shard, bucket.local_part(bucket.low, position))
 
 
 def _publish(held: HeldState) -> None:
