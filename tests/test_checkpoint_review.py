@@ -231,7 +231,11 @@ def _damage_to_what_others_write_changes_nothing(root: Path) -> None:
     model(torch.ones(2, 13)).sum().backward()
     plain.step()
     weights, state = get_state_dict(model, plain)
-    dcp.save({"model": weights, "optim": state}, checkpoint_id=root / "foreign")
+    others = {"extra": {"x": numpy.arange(3)}, "averages": torch.ones(2)}  # no names of ours
+    dcp.save({"model": weights, "optim": state, **others}, checkpoint_id=root / "foreign")
+    dist.barrier()
+    optimizer = zero_shard.AdamW(model.parameters(), module=model)
+    assert zero_shard.load(root / "foreign", model, optimizer) == {}
     dist.barrier()
     places = dcp.FileSystemReader(root / "foreign").read_metadata().storage_data
     place = next(each for index, each in places.items() if index.fqn == "optim.state.0.weight.exp_avg_sq")
@@ -242,7 +246,6 @@ def _damage_to_what_others_write_changes_nothing(root: Path) -> None:
         content[end - 30 : end] = bytes(30)
         file.write_bytes(content)
     dist.barrier()
-    optimizer = zero_shard.AdamW(model.parameters(), module=model)
     _train(model, optimizer)
     before = _everything(model, optimizer)
     with pytest.raises((ValueError, RuntimeError), match=rf"exp_avg_sq in {file.name} can't be read"):

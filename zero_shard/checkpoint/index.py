@@ -61,9 +61,9 @@ class Index:
                 continue
             elif head in _OPTIMIZER_KEYS:
                 self._add_optimizer_key(key, path, rest)
-            elif head == "extra":
+            elif head == "extra" and self.is_ours:
                 self.extras[rest] = key
-            elif head == "averages":
+            elif head == "averages" and self.is_ours:
                 self.averages.setdefault(str(path[1]), {})[str(path[-1])] = key
             elif prefix and head == "model":
                 self.weights[rest] = key
