@@ -21,7 +21,7 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import zero_shard
-from zero_shard.checkpoint import loading, writer
+from zero_shard.checkpoint import background, loading, writer
 from zero_shard.checkpoint.contents import collect
 from zero_shard.checkpoint.directory import IncompleteDirectory
 
@@ -173,6 +173,29 @@ def _cleared_state_stays_so(root: Path) -> None:
     assert model[0].weight not in optimizer.state
 
 
+def _clearing_waits_for_a_save_in_the_background(root: Path) -> None:
+    model, optimizer = _build(2)
+    _train(model, optimizer)
+    make = background._LateCopy.make
+
+    def make_slowly(copy: Any) -> None:
+        time.sleep(0.05)
+        make(copy)
+
+    background._LateCopy.make = make_slowly  # type: ignore[method-assign]
+    try:
+        pending = zero_shard.async_save(root / "clearing", model, optimizer)
+        want = _everything(model, optimizer)
+        optimizer.state.clear()
+        zero_shard.save(root / "cleared", model, optimizer)
+        pending.wait()
+    finally:
+        background._LateCopy.make = make  # type: ignore[method-assign]
+    other = _build(1, 4)
+    zero_shard.load(root / "clearing", *other)
+    _assert_same(_everything(*other), want)
+
+
 def _masters_of_several_optimizers(root: Path) -> None:
     def build(seed: int) -> tuple[nn.Module, list[zero_shard.AdamW]]:
         torch.manual_seed(seed)
@@ -297,6 +320,7 @@ _CHECKS = (
     _lent_and_lost_parameters_are_refused,
     _inference_mode_leaves_no_trace,
     _cleared_state_stays_so,
+    _clearing_waits_for_a_save_in_the_background,
     _masters_of_several_optimizers,
     _code_of_the_user_fails_on_one_rank,
     _damage_to_what_others_write_changes_nothing,

@@ -162,6 +162,7 @@ class HeldState:
         state = self._present_optimizer().state
         if len(state) >= int(self._is_shown.sum()):
             return
+        self.settle()
         for index in self._is_shown.nonzero().flatten().tolist():
             slot = self._reducer.slots[index]
             if slot.param not in state:
