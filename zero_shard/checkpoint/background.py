@@ -90,10 +90,11 @@ class PendingSave:
         try:
             for copy in self._late:
                 copy.make()
-        except RuntimeError as error:
+        except Exception as error:
             failed = error
-        self._late = []
-        self._is_copied.set()
+        finally:
+            self._late = []
+            self._is_copied.set()  # whatever has happened: a step waits for it
         return failed
 
     def wait_for_copies(self) -> None:
