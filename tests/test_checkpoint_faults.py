@@ -336,10 +336,22 @@ def _only_rank_0(path: str, is_async: bool) -> None:
         time.sleep(0.05)
 
 
+def _one_saves_and_one_loads(path: str) -> None:
+    model, optimizer = _trained(2, 1)
+    if dist.get_rank() == 0:
+        with pytest.raises(RuntimeError, match=r"saving .*: rank 1 did not take part within 3 s"):
+            zero_shard.save(path, model, optimizer)
+    else:
+        with pytest.raises(RuntimeError, match=r"loading .*: rank 0 did not take part within 3 s"):
+            zero_shard.load(path, model, optimizer)
+
+
 def _only_rank_0_calls(parent: str) -> None:
     for is_async in (False, True):
         answers, _ = forks.run(2, _only_rank_0, f"{parent}/{is_async}", is_async, timeout_s=4)
-        assert answers == ["done", "done"]
+        assert answers == ["done", "done"], answers
+    answers, _ = forks.run(2, _one_saves_and_one_loads, f"{parent}/both", timeout_s=4)
+    assert answers == ["done", "done"], answers
 
 
 def test_a_rank_that_does_not_call_is_named(tmp_path: Path) -> None:

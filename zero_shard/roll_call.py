@@ -24,26 +24,33 @@ class RollCall:
 
     def __init__(self, store: Any, rank: int, num_ranks: int, name: str) -> None:
         self._store, self._rank, self._num_ranks, self._name = store, rank, num_ranks, name
-        self._number, self._has_answered = 0, False
+        self._numbers: dict[str, int] = {}  # of calls of each kind so far
+        self._answered: set[str] = set()  # keys under which this rank has said that it is here
 
     def take(self, label: str, patience_s: float) -> None:
         """Return when every rank has come here. All ranks call; costs one small message and a few questions.
 
+        Args:
+            label: What is called, its kind first: "saving runs/step-3".
+            patience_s: How long to wait.
         Raises:
             RuntimeError: Somebody is missing when patience ends, by number; a later call waits for the same ones.
         """
         if self._store is None:
             return
-        key = f"{self._name}/{self._number}"
-        if not self._has_answered:
+        kind = label.split()[0]  # a rank that saves does not answer one that loads
+        number = self._numbers.setdefault(kind, 0)
+        key = f"{self._name}/{kind}/{number}"
+        if key not in self._answered:
             self._answer(key)
-        self._has_answered = True
+        self._answered.add(key)
         missing = self._missing(key, patience_s)
         if missing:
             raise RuntimeError(
                 f"{label}: {_ranks(missing)} did not take part within {patience_s:.0f} s. All ranks must call it"
             )
-        self._number, self._has_answered = self._number + 1, False
+        self._numbers[kind] = number + 1
+        self._answered.discard(key)
 
     def describe_missing(self) -> str:
         """Return in words who gives no sign after a failure that every other rank has noticed; "" if all do."""

@@ -67,7 +67,7 @@ class IncompleteDirectory:
             "format": _FORMAT,
             "version": _VERSION,
             "id": secrets.token_hex(8),
-            "saved_at_ns": time.time_ns(),
+            "saved_at_ns": max(time.time_ns(), 1 + self._last_saved_at_ns()),  # clocks of hosts differ
             **facts,
             "files": {name: each._asdict() for name, each in sorted(files.items())},
         }
@@ -79,6 +79,10 @@ class IncompleteDirectory:
         self._close()
         if former is not None:
             _remove(former)
+
+    def _last_saved_at_ns(self) -> int:
+        beside = _times_of_complete_ones(self.target.parent.iterdir())
+        return max((saved_at_ns for saved_at_ns, _ in beside), default=0)
 
     def discard(self) -> None:
         """Remove what has been written, unless it has got its name."""
@@ -227,6 +231,10 @@ def prune(target: Path, keep: int) -> None:
 
 def _complete_ones(paths: Iterable[Path]) -> list[Path]:
     """Return those that are complete checkpoints, the one that was written last at the end."""
+    return [path for _, path in sorted(_times_of_complete_ones(paths))]
+
+
+def _times_of_complete_ones(paths: Iterable[Path]) -> list[tuple[int, Path]]:
     found = []
     for path in paths:
         if path.name.startswith(".") or not path.is_dir():
@@ -234,7 +242,7 @@ def _complete_ones(paths: Iterable[Path]) -> list[Path]:
         with suppress(OSError, ValueError), Directory(path) as directory:
             if "id" in directory.manifest and directory.is_complete():
                 found.append((directory.manifest["saved_at_ns"], path))
-    return [path for _, path in sorted(found)]
+    return found
 
 
 def _check_replaceable(target: Path) -> None:

@@ -59,7 +59,8 @@ def load(
         FileNotFoundError: No complete checkpoint of this name, or a file of it is missing, by name.
         ValueError: A file is damaged, or the checkpoint is of another model; by name.
         RuntimeError: It failed on another rank, by number.
-        In every case on all ranks, and weights, moments and step counts are as they were.
+        In every case on all ranks, and weights, moments and step counts are as they were; but for a disk that fails
+        after everything has been verified, or with ``verify=False``.
     """
     held = [optimizer.held] if optimizer is not None else holders(module)
     for each in held:

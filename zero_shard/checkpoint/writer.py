@@ -12,7 +12,7 @@ import pickle
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, BinaryIO, NamedTuple, cast
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 METADATA = ".metadata"
+_BUFFER_NBYTES = 1 << 18
 _VERSION = "1.0.0"  # of DCP's format
 
 
@@ -143,22 +144,23 @@ class Writer(StorageWriter):
         name, results = f"__{self._rank}_0.distcp", []
         known: dict[bytes, tuple[int, int]] = {}
         if plan.items:
-            with CheckedFile(self._directory_fd, name) as file:
+            checked = CheckedFile(self._directory_fd, name)
+            with io.BufferedWriter(checked, _BUFFER_NBYTES) as file:  # torch.save writes in dozens of small pieces
                 for item in sorted(plan.items, key=lambda each: each.type != WriteItemType.BYTE_IO):
                     offset, length = self._write(file, item, planner, known)
                     results.append(WriteResult(item.index, length, _StorageInfo(name, offset, length)))
-            self.facts[name] = file.facts
+            self.facts[name] = checked.facts
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
         return done
 
     def _write(
-        self, file: CheckedFile, item: WriteItem, planner: SavePlanner, known: dict[bytes, tuple[int, int]]
+        self, file: BinaryIO, item: WriteItem, planner: SavePlanner, known: dict[bytes, tuple[int, int]]
     ) -> tuple[int, int]:
         data = planner.resolve_data(item)
         if isinstance(data, Tensor) and data.numel() > 1:
             offset = file.tell()
-            _save_alone(data, cast(BinaryIO, file))
+            _save_alone(data, file)
             return offset, file.tell() - offset
         if isinstance(data, Tensor):
             stream = io.BytesIO()
