@@ -203,14 +203,11 @@ class Communicator(Agreements):
 
     # ---- buckets -------------------------------------------------------------------------------------------
 
-    def exchange(
-        self, hop: Hop, full: Tensor, tag: int, label: str, spare: Tensor | None = None
-    ) -> tuple[Tensor, Pending]:
+    def exchange(self, hop: Hop, full: Tensor, tag: int, label: str) -> tuple[Tensor, Pending]:
         """Start to bring the W slices of this rank's range together. All ranks of the hop call, same ``tag``.
 
         Args:
             full: [N] contributions of this rank, N a multiple of W; read until the end of ``wait``.
-            spare: Memory for the slices, taken if they fit exactly.
         Returns:
             Slices [K, N / W] in the dtype of ``full`` and the handle. K = W in rank order, or 1 where the
             backend has added them up already (NCCL).
@@ -223,9 +220,7 @@ class Communicator(Agreements):
             reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
             work = reduce_scatter(total.view(-1), full, group=hop.group, async_op=True)
             return total, Pending(label, [work], [full], is_native=True)
-        slices = spare
-        if slices is None or (*slices.shape, slices.dtype) != (hop.num_ranks, numel, full.dtype):
-            slices = full.new_empty(hop.num_ranks, numel)
+        slices = full.new_empty(hop.num_ranks, numel)
         tag += self._first_tag
         works = [
             start(label, dist.irecv, slices[peer], group=hop.group, group_src=peer, tag=tag)

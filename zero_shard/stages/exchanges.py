@@ -40,7 +40,6 @@ class _Exchange(NamedTuple):
     hop: int
     slices: Tensor
     pending: Pending
-    wire: Tensor | None = None  # [N], of the first hop
 
 
 class Exchanges:
@@ -55,9 +54,6 @@ class Exchanges:
     def __init__(self, communicator: Communicator, kernels: Kernels, reduce_dtype: torch.dtype | None) -> None:
         self._communicator, self._kernels, self._reduce_dtype = communicator, kernels, reduce_dtype
         self._in_flight: list[_Exchange] = []
-        # Memory of the last exchange in this round, for one of the same size: fresh memory costs a fault per page.
-        self._spare_wire: Tensor | None = None
-        self._spare_slices: Tensor | None = None
         self.is_crossing = True  # sums go on across replicas; else they stay in ``bucket.partial``
         self.takes_squares = False  # somebody asks for norms: take the sums of squares while reducing
 
@@ -70,9 +66,7 @@ class Exchanges:
         wire_dtype = bucket.dtype
         if self._reduce_dtype is not None and bucket.dtype != torch.float64:
             wire_dtype = self._reduce_dtype
-        wire, self._spare_wire = self._spare_wire, None
-        if wire is None or (wire.numel(), wire.dtype, wire.device) != (bucket.layout.numel, wire_dtype, bucket.device):
-            wire = torch.empty(bucket.layout.numel, dtype=wire_dtype, device=bucket.device)
+        wire = torch.empty(bucket.layout.numel, dtype=wire_dtype, device=bucket.device)
         self._kernels.flatten_(wire, *flat_gradients(bucket, gradients), None)
         self._in_flight.append(self._exchange(bucket, 0, wire))
 
@@ -82,11 +76,8 @@ class Exchanges:
         if number:
             way = " across hosts" if number < communicator.num_inner_hops else " across replicas"
         label = f"the gradients of {bucket.label}{way}"
-        hop, spare = communicator.reduce_hops[number], None
-        if number == 0:
-            spare, self._spare_slices = self._spare_slices, None
-        slices, pending = communicator.exchange(hop, full, 3 * bucket.index, label, spare)
-        return _Exchange(bucket, number, slices, pending, None if number else full)
+        slices, pending = communicator.exchange(communicator.reduce_hops[number], full, 3 * bucket.index, label)
+        return _Exchange(bucket, number, slices, pending)
 
     def last_nbytes(self) -> float:
         """Bytes of the bucket whose exchange was started last; inf if none is in flight."""
@@ -103,10 +94,7 @@ class Exchanges:
         while True:
             if not self._in_flight[0].pending.wait(patience_s):
                 return False
-            exchange = self._in_flight.pop(0)
-            follow_up = self._advance(exchange)
-            if exchange.wire is not None:
-                self._spare_wire, self._spare_slices = exchange.wire, exchange.slices
+            follow_up = self._advance(self._in_flight.pop(0))
             if follow_up is None:
                 return True
             self._in_flight.insert(0, follow_up)
@@ -120,10 +108,6 @@ class Exchanges:
                 self._finish_first()
         self.finish()
 
-    def forget_spare(self) -> None:
-        """Give back the memory that is kept for the next exchange."""
-        self._spare_wire = self._spare_slices = None
-
     def abandon(self) -> None:
         """Finish exchanges in flight, whose sums are to be dropped: it must not stay behind for the next ones.
 
@@ -133,11 +117,10 @@ class Exchanges:
             self.finish()
         finally:
             self._in_flight.clear()
-            self.forget_spare()
 
     def _advance(self, exchange: _Exchange) -> _Exchange | None:
         """Use what an exchange has brought; return the one that follows where there are more hops."""
-        bucket, number, slices, *_ = exchange
+        bucket, number, slices, _ = exchange
         communicator, num_hops = self._communicator, len(self._communicator.reduce_hops)
         if number == num_hops:
             return None

@@ -291,7 +291,6 @@ class Reducer:
         for bucket in waiting:
             self._start(bucket)
             self.exchanges.finish()
-        self.exchanges.forget_spare()
         if self.exchanges.is_crossing:
             self.exchanges.cross(self.buckets)
             self._hand_reduced(is_present)
