@@ -35,7 +35,7 @@ class Subject:
     flush_ms: list[float] = field(default_factory=list)  # fsync of the files after the save has returned
     load_ms: list[float] = field(default_factory=list)
     call_ms: list[float] = field(default_factory=list)  # of async_save
-    stall_ms: list[float] = field(default_factory=list)  # what an asynchronous save costs training, call included
+    extra_ms: list[float] = field(default_factory=list)  # what an asynchronous save costs training, call included
     file_nbytes: int = 0
     save_peak_nbytes: int = 0
     load_peak_nbytes: int = 0
@@ -105,7 +105,7 @@ def _measure_async(subject: Subject) -> None:
     wait: list[Callable[[], object]] = []
     call_ms = _timed(lambda: wait.append(contender.async_save(path)))
     subject.call_ms.append(call_ms)
-    subject.stall_ms.append(call_ms + _timed(lambda: (train(), wait[0]())) - alone_ms)
+    subject.extra_ms.append(call_ms + _timed(lambda: (train(), wait[0]())) - alone_ms)
 
 
 def _timed(call: Callable[[], object]) -> float:
