@@ -23,6 +23,7 @@ _KINDS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "fp32, stage 3": (torch.float32, {"stage": 3}),
     "bf16, stage 2": (torch.bfloat16, {"stage": 2}),
     "cast to bf16, stage 3": (torch.float32, {"stage": 3, "param_dtype": "bfloat16"}),
+    "8-bit moments, stage 1": (torch.float32, {"stage": 1, "state_dtype": "int8"}),
 }
 
 
