@@ -424,7 +424,10 @@ def test_bad_input_is_one_line_and_leaves_nothing(
         (("import", tmp_path / "empty", out), "empty holds nothing that is known"),
         (("import", tmp_path / "empty", out, "--format", "deepspeed"), "latest is missing"),
         (("import", saved.path, out), "needs no import"),
-        (("import", tmp_path / "groups.pt", out), "does not say which of its 4 optimizer parameters has which name"),
+        (
+            ("import", tmp_path / "groups.pt", out),
+            "has 4 parameters, got 0 different names; give the names in the order",
+        ),
     ]:
         assert run(*arguments) == 2, arguments
         found = capsys.readouterr()

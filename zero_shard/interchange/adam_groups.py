@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -53,6 +54,23 @@ def torch_group(saved: dict[str, Any], names: Sequence[str], label: str, notes: 
             notes.append(f"{label}: weight_decay={group['weight_decay']} was L2 as in torch.optim.Adam, is now AdamW's")
     group["params"] = list(names)
     return group
+
+
+def names_by_number(groups: Sequence[dict[str, Any]], names: Sequence[str], path: Path, remedy: str) -> dict[Any, str]:
+    """Return the name of each parameter of saved groups by its number.
+
+    Args:
+        groups: As an optimizer's state dict has them, parameters by number.
+        names: In the order in which the optimizer got the parameters.
+        path: Of the file, for the message.
+        remedy: What to do if they are not one name for each.
+    Raises:
+        ValueError: They are not.
+    """
+    numbers = [number for group in groups for number in group["params"]]
+    if len(names) != len(numbers) or len(set(names)) != len(names):
+        raise ValueError(f"{path} has {len(numbers)} parameters, got {len(set(names))} different names; {remedy}")
+    return dict(zip(numbers, names, strict=True))
 
 
 def _is_numbers(value: Any) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero_shard.interchange.adam_groups import step_count, torch_group
+from zero_shard.interchange.adam_groups import names_by_number, step_count, torch_group
 from zero_shard.interchange.imported import Imported, lazy
 from zero_shard.interchange.inert_pickle import check_archive
 
@@ -33,14 +33,9 @@ def read_apex(path: str | Path, names: Sequence[str] | None = None) -> Imported:
     optimizer, model, notes = _find_dicts(path, _load(path))
     imported = Imported(notes=notes)
     groups = optimizer["param_groups"]
-    numbers = [number for group in groups for number in group["params"]]
     ordered = list(names) if names is not None else [name for group in groups for name in group.get("param_names", ())]
-    if len(ordered) != len(numbers) or len(set(ordered)) != len(ordered):
-        raise ValueError(
-            f"{path} has {len(numbers)} parameters, got {len(set(ordered))} different names; pass names= in the order "
-            "in which the optimizer got the parameters"
-        )
-    name_of = dict(zip(numbers, ordered, strict=True))
+    remedy = "pass names= in the order in which the optimizer got the parameters"
+    name_of = names_by_number(groups, ordered, path, remedy)
     for index, group in enumerate(groups):
         own = [name_of[number] for number in group["params"]]
         imported.param_groups.append(torch_group(group, own, f"{path}: group {index}", imported.notes))

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero_shard.interchange.adam_groups import step_count, torch_group
+from zero_shard.interchange.adam_groups import names_by_number, step_count, torch_group
 from zero_shard.interchange.imported import Imported, lazy
 from zero_shard.interchange.inert_pickle import check_archive
 
@@ -101,14 +101,11 @@ def _model_of(path: Path, found: dict[str, Any]) -> dict[str, Any]:
 
 def _add_optimizer(imported: Imported, optimizer: dict[str, Any], names: Sequence[str] | None, path: Path) -> None:
     groups = optimizer["param_groups"]
-    numbers = [number for group in groups for number in group["params"]]
     ordered = list(names) if names is not None else _names_in(optimizer) or _names_by_order(imported, len(groups))
-    if len(ordered) != len(numbers) or len(set(ordered)) != len(ordered):
-        raise ValueError(
-            f"{path} does not say which of its {len(numbers)} optimizer parameters has which name; give the names in "
-            "the order in which the optimizer got them (--names), or build it from named_parameters()"
-        )
-    name_of = dict(zip(numbers, ordered, strict=True))
+    remedy = (
+        "give the names in the order in which the optimizer got them (--names), or build it from named_parameters()"
+    )
+    name_of = names_by_number(groups, ordered, path, remedy)
     for index, group in enumerate(groups):
         own = [name_of[number] for number in group["params"]]
         imported.param_groups.append(torch_group(group, own, f"{path}: group {index}", imported.notes))
