@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from step_bench import ROOT, say
 from step_bench.report import environment, keep
-from train_bench.contenders import BUILDERS, Setup, missing_reason
+from train_bench.contenders import BUILDERS, Setup, checked_names, missing_reason
 from train_bench.launch import (
     OneLineParser,
     is_rank,
@@ -64,12 +64,7 @@ def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--as-rank", type=Path, help=argparse.SUPPRESS)  # where a rank reports
     parser.add_argument("--layers", type=int, help=argparse.SUPPRESS)  # of a probe
     given = parser.parse_args(words)
-    if given.model not in SHAPES:
-        parser.error(f"--model must be one of {', '.join(SHAPES)}, got {given.model!r}")
-    given.names = given.only.split(",") if given.only else list(BUILDERS)
-    for name in given.names:
-        if name not in BUILDERS:
-            parser.error(f"--only knows {', '.join(BUILDERS)}, got {name!r}")
+    given.names = checked_names(given.model, given.only, parser)
     given.batch = 1 if given.batch is None else given.batch
     try:
         given.worlds = [int(each) for each in given.worlds.split(",")]

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from step_bench import ROOT, say
 from step_bench.report import environment, keep
-from train_bench.contenders import BUILDERS
+from train_bench.contenders import BUILDERS, checked_names
 from train_bench.launch import OneLineParser, is_rank, join_group, leave, public_command, run_ranks
 from train_bench.models import SHAPES
 from train_bench.report import markdown
@@ -65,12 +65,7 @@ def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
 
 def _check(given: argparse.Namespace, parser: OneLineParser) -> None:
     """Refuse what can't be run, before anything is started."""
-    if given.model not in SHAPES:
-        parser.error(f"--model must be one of {', '.join(SHAPES)}, got {given.model!r}")
-    given.names = given.only.split(",") if given.only else list(BUILDERS)
-    for name in given.names:
-        if name not in BUILDERS:
-            parser.error(f"--only knows {', '.join(BUILDERS)}, got {name!r}")
+    given.names = checked_names(given.model, given.only, parser)
     for name, least in (("rounds", 1), ("steps", 1), ("warmup", 0), ("threads", 1), ("batch", 1)):
         value = getattr(given, name)
         if value is not None and value < least:

@@ -7,8 +7,6 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +14,11 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
+from checkpoint_writes import writing
 from torch import Tensor, nn
 
 import zero_shard
-from zero_shard.checkpoint import background, writer
+from zero_shard.checkpoint import background
 
 
 def _build(stage: int, **config: Any) -> tuple[nn.Module, zero_shard.AdamW, Any]:
@@ -44,22 +43,13 @@ def _everything(model: nn.Module, optimizer: zero_shard.AdamW) -> list[Tensor]:
     return [*zero_shard.full_state_dict(model).values(), *moments]
 
 
-@contextmanager
-def _writing(call: Any) -> Iterator[None]:
-    writer.before_write = call
-    try:
-        yield
-    finally:
-        writer.before_write = None
-
-
 def _later_steps_do_not_leak_in(path: str, stage: int, config: dict[str, Any]) -> None:
     model, optimizer, scheduler = _build(stage, **config)
     _train(model, optimizer, scheduler, 2)
     at_the_call = _everything(model, optimizer)
     numbers = [1]
     may_write = threading.Event()
-    with _writing(lambda name: may_write.wait(20)):
+    with writing(lambda name: may_write.wait(20)):
         pending = zero_shard.async_save(path, model, optimizer, scheduler=scheduler, numbers=numbers)
         numbers.append(2)
         with torch.no_grad():
@@ -111,7 +101,7 @@ def _errors_surface(parent: str) -> None:
     logger = logging.getLogger("zero_shard")
     logger.disabled = True  # it says so at once, too
     expected = "No space left on device: '__1_0.distcp'" if rank == 1 else "failed on rank 1: OSError"
-    with _writing(fail):
+    with writing(fail):
         pending = zero_shard.async_save(f"{parent}/e", model, optimizer, step=2)
         with pytest.raises((OSError, RuntimeError), match=expected):
             pending.wait()
@@ -158,7 +148,7 @@ def _memory_is_bounded(parent: str) -> None:
     model, optimizer, scheduler = _build(1)
     _train(model, optimizer, scheduler, 1)
     rooms = []
-    with _writing(lambda name: time.sleep(0.0005)):
+    with writing(lambda name: time.sleep(0.0005)):
         first = zero_shard.async_save(f"{parent}/g", model, optimizer)
         for _ in range(3):
             last = zero_shard.async_save(f"{parent}/g", model, optimizer)

@@ -6,8 +6,6 @@ import os
 import random
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +14,13 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
+from checkpoint_writes import writing
 from torch import Tensor, nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import zero_shard
-from zero_shard.checkpoint import background, loading, writer
+from zero_shard.checkpoint import background, loading
 from zero_shard.checkpoint.contents import collect
 from zero_shard.checkpoint.directory import IncompleteDirectory
 
@@ -65,15 +64,6 @@ def _assert_same(got: list[Tensor], want: list[Tensor]) -> None:
     assert list(map(torch.equal, got, want)) == [True] * len(want)
 
 
-@contextmanager
-def _writing(call: Any) -> Iterator[None]:
-    writer.before_write = call
-    try:
-        yield
-    finally:
-        writer.before_write = None
-
-
 def _several_save_at_once(root: Path) -> None:
     """Each rank's threads are slow at different moments."""
     pairs = [_build(2, seed) for seed in range(3)]
@@ -86,7 +76,7 @@ def _several_save_at_once(root: Path) -> None:
             known.add(threading.current_thread())
             time.sleep(chance.random() * 0.2)
 
-    with _writing(pause):
+    with writing(pause):
         pending = [zero_shard.async_save(root / f"at-once-{i}", *pair, which=i) for i, pair in enumerate(pairs)]
         for each in reversed(pending):
             each.wait()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import functools
 import importlib
@@ -268,3 +269,14 @@ def missing_reason(name: str, device: torch.device) -> str:
     if package is not None and importlib.util.find_spec(package) is None:
         return f"{package} is not installed"
     return ""
+
+
+def checked_names(model: str, only: str | None, parser: argparse.ArgumentParser) -> list[str]:
+    """Return the implementations that are asked for; end with one line if there is no such model or implementation."""
+    if model not in SHAPES:
+        parser.error(f"--model must be one of {', '.join(SHAPES)}, got {model!r}")
+    names = only.split(",") if only else list(BUILDERS)
+    for name in names:
+        if name not in BUILDERS:
+            parser.error(f"--only knows {', '.join(BUILDERS)}, got {name!r}")
+    return names

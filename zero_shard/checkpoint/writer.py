@@ -43,7 +43,7 @@ class FileFacts(NamedTuple):
 
 
 # Called with a file's name before each piece is written; tests stop a rank here.
-before_write: Callable[[str], None] | None = None
+before_write: Callable[[str], object] | None = None
 
 
 class CheckedFile(io.RawIOBase):
