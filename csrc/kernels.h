@@ -63,7 +63,9 @@ struct SumArgs {
 
 struct ReduceArgs {
   void* out;
-  const void* slices;
+  const void* slices;  // of all ranks, in rank order; without that of own_rank where own is given
+  const void* own;     // may be null
+  int64_t own_rank;
   int64_t world_size;
   int64_t numel;
   DType slice_dtype;
@@ -71,6 +73,16 @@ struct ReduceArgs {
   bool is_accumulate;
   SumArgs sum;
 };
+
+// The slice of a rank.
+template <class Slice>
+ZERO_SHARD_INLINE const Slice* slice_of(const ReduceArgs& args, int64_t rank) {
+  const bool has_own = args.own != nullptr;
+  if (has_own && rank == args.own_rank) {
+    return static_cast<const Slice*>(args.own);
+  }
+  return static_cast<const Slice*>(args.slices) + (rank - (has_own && rank > args.own_rank ? 1 : 0)) * args.numel;
+}
 
 struct SumSquaresArgs {
   DType dtype;      // of all runs

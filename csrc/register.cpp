@@ -221,7 +221,7 @@ AdamwArgs check_adamw(const AdamwTensors& tensors, std::vector<Run>& runs) {
 
 ReduceArgs check_reduce_slices(
     const Tensor& out, const Tensor& slices, int64_t divisor, bool accumulate, const std::optional<Tensor>& segments,
-    const std::optional<Tensor>& sums) {
+    const std::optional<Tensor>& sums, const std::optional<Tensor>& own, int64_t own_rank) {
   const bool is_matrix = slices.dim() == 2 && slices.size(0) >= 1;
   STD_TORCH_CHECK(
       is_matrix && slices.is_contiguous() && is_one_of(slices.scalar_type(), float_types()),
@@ -235,7 +235,15 @@ ReduceArgs check_reduce_slices(
   ReduceArgs args{};
   args.out = out.data_ptr();
   args.slices = slices.data_ptr();
-  args.world_size = slices.size(0);
+  args.world_size = slices.size(0) + (own.has_value() ? 1 : 0);
+  if (own.has_value()) {
+    check.tensor("own", *own, {slices.scalar_type()}, {numel});
+    STD_TORCH_CHECK(
+        own_rank >= 0 && own_rank < args.world_size, "reduce_slices_: own_rank must be at least 0 and below ",
+        args.world_size, ", got ", own_rank);
+    args.own = own->data_ptr();
+    args.own_rank = own_rank;
+  }
   args.numel = numel;
   args.slice_dtype = dtype_of(slices.scalar_type());
   args.divisor = divisor;
@@ -298,7 +306,7 @@ STABLE_TORCH_LIBRARY(zero_shard, library) {
   library.def("unflatten_(Tensor(a!)[] tensors, Tensor flat, int[] offsets, Tensor? scale) -> ()");
   library.def(
       "reduce_slices_(Tensor(a!) out, Tensor slices, int divisor, bool accumulate, Tensor? segments, "
-      "Tensor(b!)? sums) -> ()");
+      "Tensor(b!)? sums, Tensor? own=None, int own_rank=0) -> ()");
   library.def("sum_squares_(Tensor(a!) sums, Tensor[] tensors, int[] offsets, int numel, Tensor segments) -> ()");
   library.def("sum_pairs_(Tensor(a!) total, Tensor pairs) -> ()");
   library.def(

@@ -63,7 +63,7 @@ AdamwArgs check_adamw(const AdamwTensors& tensors, std::vector<Run>& runs);
 
 ReduceArgs check_reduce_slices(
     const Tensor& out, const Tensor& slices, int64_t divisor, bool accumulate, const std::optional<Tensor>& segments,
-    const std::optional<Tensor>& sums);
+    const std::optional<Tensor>& sums, const std::optional<Tensor>& own, int64_t own_rank);
 
 SumSquaresArgs check_sum_squares(
     const Tensor& sums, const std::vector<Tensor>& tensors, const std::vector<int64_t>& offsets, int64_t numel,

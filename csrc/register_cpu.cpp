@@ -117,8 +117,8 @@ void with_sums(const char* op, SumArgs& sum, DType dtype, const Body& body) {
 
 void reduce_slices(
     Tensor out, Tensor slices, int64_t divisor, bool accumulate, std::optional<Tensor> segments,
-    std::optional<Tensor> sums) {
-  ReduceArgs args = check_reduce_slices(out, slices, divisor, accumulate, segments, sums);
+    std::optional<Tensor> sums, std::optional<Tensor> own, int64_t own_rank) {
+  ReduceArgs args = check_reduce_slices(out, slices, divisor, accumulate, segments, sums, own, own_rank);
   const CpuLoops& loops = cpu_loops();
   with_sums("reduce_slices_", args.sum, args.slice_dtype, [&](int64_t first_tile, int64_t end_tile) {
     loops.reduce_slices(args, first_tile, end_tile);

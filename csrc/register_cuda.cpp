@@ -38,8 +38,8 @@ void adamw(const AdamwTensors& tensors) {
 
 void reduce_slices(
     Tensor out, Tensor slices, int64_t divisor, bool accumulate, std::optional<Tensor> segments,
-    std::optional<Tensor> sums) {
-  ReduceArgs args = check_reduce_slices(out, slices, divisor, accumulate, segments, sums);
+    std::optional<Tensor> sums, std::optional<Tensor> own, int64_t own_rank) {
+  ReduceArgs args = check_reduce_slices(out, slices, divisor, accumulate, segments, sums, own, own_rank);
   on_stream_of(out, "reduce_slices_", [&](void* stream) {
     const std::optional<Tensor> partials = allocate_partials(out, args.sum);
     return launch_reduce_slices(args, stream);

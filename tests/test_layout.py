@@ -163,6 +163,7 @@ _ORDER = [
         "layout",
         "module_names",
         "roll_call",
+        "pages",
         "config",
         "groups",
         "apex_kernels",

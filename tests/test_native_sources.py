@@ -209,9 +209,15 @@ def test_reduce_kernels_equal_cpu(dtype: torch.dtype, shim: Shim) -> None:
         expected, expected_sums = torch.ones(numel, dtype=wide), empty_sums(segments)
         CPU.reduce_slices_(expected, slices, 3, accumulate, segments, expected_sums)
         name = f"{numel} {world_size} {accumulate} {num_misaligned} {is_special}"
+        own_rank = 1 if accumulate else world_size - 1
+        others = torch.cat([slices[:own_rank], slices[own_rank + 1 :]])
+        own = misaligned(slices[own_rank], num_misaligned) if world_size > 1 else None
         for sums in (None, empty_sums(segments)):
             actual = misaligned(torch.ones(numel, dtype=wide), num_misaligned)
-            shim.reduce_slices_(actual, slices, 3, accumulate, None if sums is None else segments, sums)
+            if own is None or sums is None:
+                shim.reduce_slices_(actual, slices, 3, accumulate, None if sums is None else segments, sums)
+            else:
+                shim.reduce_slices_(actual, others, 3, accumulate, segments, sums, own, own_rank)
             assert_same_bits(actual, expected, name)
             if sums is not None:
                 assert_same_sums(sums, expected_sums, name)

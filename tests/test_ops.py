@@ -40,6 +40,7 @@ def test_opcheck(name: str) -> None:
         "reduce_slices_": [
             (torch.ones(3), torch.ones(2, 3), 2, True, None, None),
             (torch.ones(3), torch.ones(2, 3), 2, False, segments, sums),
+            (torch.ones(3), torch.ones(2, 3), 2, False, segments, sums, torch.ones(3), 1),
         ],
         "sum_squares_": [(sums, [torch.ones(2), torch.ones(1)], [0, 2], 3, segments), (sums, [], [], 3, segments)],
         "sum_pairs_": [(torch.zeros(2, dtype=torch.float64), sums)],

@@ -136,6 +136,26 @@ OTHERS: list[tuple[str, list[Any], str]] = [
     ("reduce_slices_", [zeros(4), zeros(2, 4), 0, False, None, None], r"divisor must be at least 1, got 0"),
     (
         "reduce_slices_",
+        [zeros(4), zeros(2, 4), 1, False, None, None, zeros(3)],
+        r"own must be float32\[4\] on cpu, got float32\[3\]",
+    ),
+    (
+        "reduce_slices_",
+        [zeros(4), zeros(2, 4), 1, False, None, None, zeros(4, dtype=fp64)],
+        r"own must be float32\[4\] on cpu, got float64\[4\]",
+    ),
+    (
+        "reduce_slices_",
+        [zeros(4), zeros(2, 4), 1, False, None, None, zeros(4), 3],
+        r"own_rank must be at least 0 and below 3, got 3",
+    ),
+    (
+        "reduce_slices_",
+        [zeros(4), zeros(2, 4), 1, False, None, None, zeros(4), -1],
+        r"own_rank must be at least 0 and below 3, got -1",
+    ),
+    (
+        "reduce_slices_",
         [zeros(4), zeros(2, 4), 1, False, None, _SUMS],
         r"segments must be given where sums are, got None",
     ),

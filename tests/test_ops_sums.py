@@ -60,6 +60,23 @@ def test_reduce_slices_adds_in_rank_order(dtype: torch.dtype, form: str) -> None
 
 
 @each_form
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_reduce_slices_takes_the_own_slice_from_elsewhere(dtype: torch.dtype, form: str) -> None:
+    wide, kernels = wide_dtype(dtype), ops.select(form)
+    for numel, world_size in itertools.product((*SIZES, 1025), (2, 3, 8)):
+        slices, segments = make_slices(world_size, numel, dtype), make_segments(numel)
+        expected, expected_sums = torch.ones(numel, dtype=wide), torch.empty(len(segments), 2, dtype=torch.float64)
+        kernels.reduce_slices_(expected, slices, 3, True, segments, expected_sums)
+        for own_rank in range(world_size):
+            others = torch.cat([slices[:own_rank], slices[own_rank + 1 :]])
+            own = torch.cat([slices[own_rank, :1], slices[own_rank]])[slices[own_rank, :1].numel() :]  # misaligned
+            out, sums = torch.ones(numel, dtype=wide), torch.empty_like(expected_sums)
+            kernels.reduce_slices_(out, others, 3, True, segments, sums, own, own_rank)
+            assert_same_bits(out, expected, f"{numel} {world_size} {own_rank}")
+            assert_same_bits(sums, expected_sums, f"{numel} {world_size} {own_rank}")
+
+
+@each_form
 def test_reduce_slices_sums_in_float32(form: str) -> None:
     """256 slices of bf16: a running sum in bf16 would stop growing at 256 of the 2560."""
     slices = torch.full((256, 5), 10.0, dtype=torch.bfloat16)
@@ -84,7 +101,7 @@ def test_reduce_slices_native_equals_twin(dtype: torch.dtype) -> None:
             plain = torch.ones(numel + 3, dtype=wide)[3:]
             native().reduce_slices_(plain, slices, 3, True, None, None)
             actual, actual_sums = torch.ones(numel + 1, dtype=wide)[1:], torch.empty_like(sums)
-            native().reduce_slices_(actual, slices, 3, True, segments, actual_sums)
+            native().reduce_slices_(actual, slices[:2], 3, True, segments, actual_sums, slices[2], 2)
         assert_same_bits(plain, expected, instruction_set)
         assert_same_bits(actual, expected, instruction_set)
         assert_same_bits(actual_sums[:, 0], sums[:, 0], f"{instruction_set} {count} sums")

@@ -28,6 +28,7 @@ from zero_shard.layout import (
     lay_out,
 )
 from zero_shard.number_formats import split_masters_
+from zero_shard.pages import on_large_pages
 from zero_shard.seen_weights import SeenWeights
 
 STATE_NAMES = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
@@ -222,6 +223,7 @@ class Bucket:
     def refill_full(self) -> None:
         """Take memory for ``full`` again and copy the own shard in; the rest is undefined until gathered."""
         self.full.untyped_storage().resize_(self.full_nbytes)
+        on_large_pages(self.full)
         self.is_released, self.was_gathered = False, True
         self.full[self.own_range].copy_(self.shard)
 

@@ -141,7 +141,14 @@ def _scaled(values: Tensor, scale: Tensor | None, target: torch.dtype) -> Tensor
 
 @torch.no_grad()
 def reduce_slices_(
-    out: Tensor, slices: Tensor, divisor: int, accumulate: bool, segments: Tensor | None, sums: Tensor | None
+    out: Tensor,
+    slices: Tensor,
+    divisor: int,
+    accumulate: bool,
+    segments: Tensor | None,
+    sums: Tensor | None,
+    own: Tensor | None = None,
+    own_rank: int = 0,
 ) -> None:
     """Add W slices in rank order, divide the sum, and write it to ``out`` or add it there.
 
@@ -153,6 +160,8 @@ def reduce_slices_(
         segments: [S, 4] int64, as for ``adamw_``; None where ``sums`` is None.
         sums: [S, 2] float64, mutated: the sum of squares of ``out``, as it is then, over each segment; see
             ``sum_squares_``. None: none is wanted.
+        own: [N], the slice of ``own_rank`` where it lies apart from the other W - 1 in ``slices``.
+        own_rank: 0 <= own_rank < W; read where ``own`` is given.
     Raises:
         RuntimeError: a wrong dtype, device, shape or table entry.
     """
@@ -164,6 +173,14 @@ def reduce_slices_(
     checker = Checker("reduce_slices_", slices.device)
     checker.tensor("out", out, (dtype,), [slices.shape[1]])
     check(divisor >= 1, f"reduce_slices_: divisor must be at least 1, got {divisor}")
+    rows = list(slices)
+    if own is not None:
+        checker.tensor("own", own, (slices.dtype,), [slices.shape[1]])
+        last = len(rows)
+        check(
+            0 <= own_rank <= last, f"reduce_slices_: own_rank must be at least 0 and below {last + 1}, got {own_rank}"
+        )
+        rows.insert(own_rank, own)
     if sums is None:
         checker.absent("segments", segments, "where sums are not given")
     else:
@@ -174,9 +191,9 @@ def reduce_slices_(
     full_divisor = torch.full((), divisor, dtype=dtype, device=out.device)
     for start in range(0, out.numel(), _CHUNK_NUMEL):
         chunk = slice(start, start + _CHUNK_NUMEL)
-        total = slices[0, chunk].to(dtype, copy=True)
-        for rank in range(1, slices.shape[0]):
-            total.add_(slices[rank, chunk])
+        total = rows[0][chunk].to(dtype, copy=True)
+        for row in rows[1:]:
+            total.add_(row[chunk])
         total.div_(full_divisor)
         if accumulate:
             out[chunk].add_(total)

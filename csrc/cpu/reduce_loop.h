@@ -6,17 +6,17 @@ constexpr int64_t kReduceBlockNumel = 256;
 template <class T, class Slice>
 void reduce_run(const ReduceArgs& args, int64_t begin, int64_t end) {
   T* __restrict__ out = static_cast<T*>(args.out);
-  const Raw<Slice>* slices = static_cast<const Raw<Slice>*>(args.slices);
+  const Raw<Slice>* first = slice_of<Raw<Slice>>(args, 0);
   const T divisor = static_cast<T>(args.divisor);
   T sum[kReduceBlockNumel];
   for (int64_t block = begin; block < end; block += kReduceBlockNumel) {
     const int64_t numel = smaller(kReduceBlockNumel, end - block);
-    prefetch<kReduceBlockNumel>(slices + block, kAheadNumel);
+    prefetch<kReduceBlockNumel>(first + block, kAheadNumel);
     for (int64_t i = 0; i < numel; ++i) {
-      sum[i] = widen(from_raw<Slice>(slices[block + i]));
+      sum[i] = widen(from_raw<Slice>(first[block + i]));
     }
     for (int64_t rank = 1; rank < args.world_size; ++rank) {
-      const Raw<Slice>* __restrict__ slice = slices + rank * args.numel + block;
+      const Raw<Slice>* __restrict__ slice = slice_of<Raw<Slice>>(args, rank) + block;
       prefetch<kReduceBlockNumel>(slice, kAheadNumel);
       for (int64_t i = 0; i < numel; ++i) {
         sum[i] = sum[i] + widen(from_raw<Slice>(slice[i]));

@@ -15,16 +15,16 @@ template <int kNumel, class T, class Slice>
 __device__ __forceinline__ void reduce_unit(
     const ReduceArgs& args, T divisor, int64_t unit, int64_t begin, int64_t end, T (&values)[kPerLane]) {
   constexpr int kVectors = kPerLane / kNumel;
-  const Slice* slices = static_cast<const Slice*>(args.slices);
   T* out = static_cast<T*>(args.out);
   Vector<T, kNumel> sums[kVectors]{};
 #pragma unroll 1
   for (int64_t rank = 0; rank < args.world_size; ++rank) {
+    const Slice* slice_start = slice_of<Slice>(args, rank);
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
       const int64_t i = unit + offset_in_unit<kNumel>(v * kNumel);
       if (kNumel > 1 || (i >= begin && i < end)) {
-        const Vector<Slice, kNumel> slice = load_vector<kNumel>(slices + rank * args.numel + i);
+        const Vector<Slice, kNumel> slice = load_vector<kNumel>(slice_start + i);
 #pragma unroll
         for (int k = 0; k < kNumel; ++k) {
           const T value = widen(slice.values[k]);
@@ -107,7 +107,8 @@ __global__ void __launch_bounds__(kThreads, (kMinBlocks<T, kHasSums>))
 template <class T, class Slice>
 const char* launch(const ReduceArgs& args, void* stream) {
   const bool is_slice_aligned = args.world_size == 1 || args.numel * sizeof(Slice) % kAccessNbytes == 0;
-  const bool has_vectors = is_aligned(args.out) && is_aligned(args.slices) && is_slice_aligned;
+  const bool are_inputs_aligned = is_aligned(args.slices) && is_aligned(args.own) && is_slice_aligned;
+  const bool has_vectors = is_aligned(args.out) && are_inputs_aligned;
   const bool has_sums = args.sum.sums != nullptr;
   const auto kernel = has_sums ? reduce_kernel<T, Slice, true> : reduce_kernel<T, Slice, false>;
   const int64_t tile_numel = sum_tile_numel(args.numel);

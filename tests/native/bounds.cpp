@@ -443,8 +443,9 @@ SumArgs sum_args(int64_t numel, const std::vector<Segment>& segments, std::vecto
 }
 
 void check_reduce(DType dtype, int64_t numel, int64_t num_misaligned, bool has_sums) {
-  Array slices(dtype, 3 * numel, num_misaligned);
+  Array slices(dtype, 3 * numel, num_misaligned), own(dtype, numel, num_misaligned);
   slices.fill();
+  own.fill();
   const std::vector<Segment> segments = sum_segments(numel);
   Comparison comparison("reduce of " + std::to_string(numel));
   for (const std::string& name : implementations()) {
@@ -455,6 +456,8 @@ void check_reduce(DType dtype, int64_t numel, int64_t num_misaligned, bool has_s
     ReduceArgs args{};
     args.out = out.at();
     args.slices = slices.at();
+    args.own = has_sums ? own.at() : nullptr;
+    args.own_rank = 2;
     args.world_size = 3;
     args.numel = numel;
     args.slice_dtype = dtype;
@@ -687,7 +690,7 @@ void check_far_sums(DType dtype) {
       force_cpu_loops(run_name.c_str());
       use_last_blocks(is_far);
       if (is_reduce) {
-        run_reduce(run_name, {out.at(), slices.at(), 2, numel, dtype, 3, false, sum}, start);
+        run_reduce(run_name, {out.at(), slices.at(), nullptr, 0, 2, numel, dtype, 3, false, sum}, start);
         comparison.add(name, "out", out.bytes(start, numel));
       } else {
         run_sum_squares(run_name, {dtype, runs.data(), 1, sum}, start);

@@ -91,6 +91,8 @@ class _ReduceArgs(ctypes.Structure):
     _fields_ = [
         ("out", c_void_p),
         ("slices", c_void_p),
+        ("own", c_void_p),
+        ("own_rank", c_int64),
         ("world_size", c_int64),
         ("numel", c_int64),
         ("slice_dtype", c_int32),
@@ -271,13 +273,22 @@ class Shim:
         self._run("adamw", ctypes.byref(args))
 
     def reduce_slices_(
-        self, out: Tensor, slices: Tensor, divisor: int, accumulate: bool, segments: Tensor | None, sums: Tensor | None
+        self,
+        out: Tensor,
+        slices: Tensor,
+        divisor: int,
+        accumulate: bool,
+        segments: Tensor | None,
+        sums: Tensor | None,
+        own: Tensor | None = None,
+        own_rank: int = 0,
     ) -> None:
         """Reduce slices, and sum the squares of the result."""
         sum_args, _partials = self._sum_args(out.numel(), segments, sums)
-        world_size, numel = slices.shape
+        world_size, numel = len(slices) + (own is not None), slices.shape[1]
+        pointers = (_pointer(out), _pointer(slices), _pointer(own), own_rank)
         dtype = _DTYPES[slices.dtype]
-        args = _ReduceArgs(_pointer(out), _pointer(slices), world_size, numel, dtype, divisor, accumulate, sum_args)
+        args = _ReduceArgs(*pointers, world_size, numel, dtype, divisor, accumulate, sum_args)
         self._run("reduce_slices", ctypes.byref(args))
 
     def sum_squares_(

@@ -3,7 +3,7 @@
 from zero_shard.collectives.agreements import Agreements
 from zero_shard.collectives.communicator import Communicator
 from zero_shard.collectives.groups import ProcessGroup, Ranks, name_of_host
-from zero_shard.collectives.pending import DRAIN, Hop, Pending, default_rank
+from zero_shard.collectives.pending import DRAIN, Hop, Pending, Received, default_rank
 
 __all__ = [
     "DRAIN",
@@ -13,6 +13,7 @@ __all__ = [
     "Pending",
     "ProcessGroup",
     "Ranks",
+    "Received",
     "default_rank",
     "name_of_host",
 ]

@@ -38,8 +38,9 @@ from zero_shard.collectives.groups import (
     rank_in,
     sub_group,
 )
-from zero_shard.collectives.pending import Hop, Pending, announce, start
+from zero_shard.collectives.pending import Hop, Pending, Received, announce, start
 from zero_shard.fake_group import FakeGroup
+from zero_shard.pages import on_large_pages
 from zero_shard.topology import common_host_grid, shard_groups
 
 _TAG_BASE = 0x5A0000  # keeps our messages apart from those a user sends with small tags
@@ -203,14 +204,14 @@ class Communicator(Agreements):
 
     # ---- buckets -------------------------------------------------------------------------------------------
 
-    def exchange(self, hop: Hop, full: Tensor, tag: int, label: str) -> tuple[Tensor, Pending]:
+    def exchange(self, hop: Hop, full: Tensor, tag: int, label: str) -> tuple[Received, Pending]:
         """Start to bring the W slices of this rank's range together. All ranks of the hop call, same ``tag``.
 
         Args:
-            full: [N] contributions of this rank, N a multiple of W; read until the end of ``wait``.
+            full: [N] contributions of this rank, N a multiple of W; the others' part is read until the end of
+                ``wait``, the own part is what ``Received.own`` is.
         Returns:
-            Slices [K, N / W] in the dtype of ``full`` and the handle. K = W in rank order, or 1 where the
-            backend has added them up already (NCCL).
+            Slices of N / W elements in the dtype of ``full``, and the handle.
         """
         announce(label)
         numel = full.numel() // hop.num_ranks
@@ -219,21 +220,17 @@ class Communicator(Agreements):
             total = full.new_empty(1, numel)
             reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
             work = reduce_scatter(total.view(-1), full, group=hop.group, async_op=True)
-            return total, Pending(label, [work], [full], is_native=True)
-        slices = full.new_empty(hop.num_ranks, numel)
+            return Received(total, None, 0), Pending(label, [work], [full], is_native=True)
+        slices = on_large_pages(full.new_empty(hop.num_ranks - 1, numel))
         tag += self._first_tag
+        pieces = full.view(hop.num_ranks, numel)
+        peers = [peer for peer in range(hop.num_ranks) if peer != hop.rank]
         works = [
-            start(label, dist.irecv, slices[peer], group=hop.group, group_src=peer, tag=tag)
-            for peer in range(hop.num_ranks)
-            if peer != hop.rank
+            start(label, dist.irecv, slices[row], group=hop.group, group_src=peer, tag=tag)
+            for row, peer in enumerate(peers)
         ]
-        for peer in range(hop.num_ranks):
-            piece = full[peer * numel : (peer + 1) * numel]
-            if peer == hop.rank:
-                slices[peer].copy_(piece)
-            else:
-                works.append(start(label, dist.isend, piece, group=hop.group, group_dst=peer, tag=tag))
-        return slices, Pending(label, works, [full, slices], hop=hop)
+        works += [start(label, dist.isend, pieces[peer], group=hop.group, group_dst=peer, tag=tag) for peer in peers]
+        return Received(slices, pieces[hop.rank], hop.rank), Pending(label, works, [full, slices], hop=hop)
 
     def all_gather_(self, hop: Hop, full: Tensor, tag: int, label: str) -> Pending:
         """Start to fill ``full`` [N] in place from the slices that the ranks of the hop own. All of them call.

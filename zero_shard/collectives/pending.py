@@ -40,6 +40,20 @@ class Hop(NamedTuple):
     levels: tuple[Hop, ...] = ()
 
 
+class Received(NamedTuple):
+    """What an exchange brings: slices of one range from W ranks, as ``reduce_slices_`` takes them.
+
+    Attributes:
+        slices: [K, n]: of the other W - 1 ranks in their order, or the sum of all, K = 1 (NCCL).
+        own: [n], that of this rank, where it was flattened; None if it is in the sum.
+        own_rank: Of this rank among the W.
+    """
+
+    slices: Tensor
+    own: Tensor | None
+    own_rank: int
+
+
 class Pending:
     """Communication that has been started; ``wait`` ends it. Keeps its tensors alive until then.
 

@@ -1,12 +1,13 @@
 """Exchanges in flight: flattened gradients on their way to the ranks that own them, and what becomes of them there.
 
-local gradients -> flatten [N] -> exchange -> slices [K, n] -> ordered fp32 sum / W (+ squares) -> bucket.grad [n]
+local gradients -> flatten [N] -> exchange -> W slices [n] -> ordered fp32 sum / W (+ squares) -> bucket.grad [n]
 
 # Note [One exchange in flight]
-Extra memory stays below two buckets and one gradient: an exchange holds the flattened bucket and the received
-slices. It is finished before the next bucket is flattened, and as soon as a quarter of a bucket of new gradients
-has piled up beside it. Only the end of backward starts what is left without finishing: ranks that took other paths may
-need this one's part of them before they get here.
+Extra memory stays below two buckets and one gradient: an exchange holds the flattened bucket, which has the own slice,
+and the W - 1 received ones. It is finished before the next bucket is flattened, and as soon as a quarter of a bucket of
+new gradients has piled up beside it. Only the end of backward starts what is left without finishing: ranks that took
+other paths may need this one's part of them before they get here. After backward gradients only get fewer: there, one
+bucket is flattened and sent while the one before it is on its way.
 
 # Note [Patience]
 At stage 3 a peer on another path may be waiting for our part of a gather while we wait for its part of an exchange. So
@@ -23,8 +24,9 @@ import torch
 from torch import Tensor
 
 from zero_shard.buffers import Bucket
-from zero_shard.collectives import Communicator, Pending
+from zero_shard.collectives import Communicator, Pending, Received
 from zero_shard.ops import Kernels
+from zero_shard.pages import on_large_pages
 from zero_shard.stages.slots import flat_gradients
 
 
@@ -33,12 +35,11 @@ class _Exchange(NamedTuple):
 
     Attributes:
         hop: Which of the communicator's ``reduce_hops`` it takes; their number: the gather of the replicas' parts.
-        slices: [K, n]
     """
 
     bucket: Bucket
     hop: int
-    slices: Tensor
+    received: Received | None
     pending: Pending
 
 
@@ -66,7 +67,7 @@ class Exchanges:
         wire_dtype = bucket.dtype
         if self._reduce_dtype is not None and bucket.dtype != torch.float64:
             wire_dtype = self._reduce_dtype
-        wire = torch.empty(bucket.layout.numel, dtype=wire_dtype, device=bucket.device)
+        wire = on_large_pages(torch.empty(bucket.layout.numel, dtype=wire_dtype, device=bucket.device))
         self._kernels.flatten_(wire, *flat_gradients(bucket, gradients), None)
         self._in_flight.append(self._exchange(bucket, 0, wire))
 
@@ -76,8 +77,8 @@ class Exchanges:
         if number:
             way = " across hosts" if number < communicator.num_inner_hops else " across replicas"
         label = f"the gradients of {bucket.label}{way}"
-        slices, pending = communicator.exchange(communicator.reduce_hops[number], full, 3 * bucket.index, label)
-        return _Exchange(bucket, number, slices, pending)
+        received, pending = communicator.exchange(communicator.reduce_hops[number], full, 3 * bucket.index, label)
+        return _Exchange(bucket, number, received, pending)
 
     def last_nbytes(self) -> float:
         """Bytes of the bucket whose exchange was started last; inf if none is in flight."""
@@ -89,6 +90,11 @@ class Exchanges:
             if not self._finish_first(patience_s):
                 return False
         return True
+
+    def finish_older(self) -> None:
+        """Finish all exchanges in flight but the one that was started last."""
+        while len(self._in_flight) > 1:
+            self._finish_first()
 
     def _finish_first(self, patience_s: float | None = None) -> bool:
         while True:
@@ -104,8 +110,7 @@ class Exchanges:
         for bucket in buckets:
             if bucket.partial is not None:
                 self._in_flight.append(self._exchange(bucket, self._communicator.num_inner_hops, bucket.partial))
-            if len(self._in_flight) > 1:
-                self._finish_first()
+            self.finish_older()
         self.finish()
 
     def abandon(self) -> None:
@@ -120,29 +125,31 @@ class Exchanges:
 
     def _advance(self, exchange: _Exchange) -> _Exchange | None:
         """Use what an exchange has brought; return the one that follows where there are more hops."""
-        bucket, number, slices, _ = exchange
+        bucket, number, received, _ = exchange
         communicator, num_hops = self._communicator, len(self._communicator.reduce_hops)
-        if number == num_hops:
+        if received is None:
             return None
+        slices, own_slice = received.slices, received[1:]
         if number == communicator.num_inner_hops - 1 < num_hops - 1:  # see Note [Crossing replicas] in crossings.py
             accumulate = bucket.partial is not None
             if bucket.partial is None:
                 bucket.partial = torch.empty(slices.shape[1], dtype=bucket.math_dtype, device=bucket.device)
-            self._kernels.reduce_slices_(bucket.partial, slices, 1, accumulate, None, None)
+            self._kernels.reduce_slices_(bucket.partial, slices, 1, accumulate, None, None, *own_slice)
             return self._exchange(bucket, number + 1, bucket.partial) if self.is_crossing else None
         if number < num_hops - 1:
             partial = torch.empty(slices.shape[1], dtype=bucket.math_dtype, device=bucket.device)
-            self._kernels.reduce_slices_(partial, slices, 1, False, None, None)
+            self._kernels.reduce_slices_(partial, slices, 1, False, None, None, *own_slice)
             return self._exchange(bucket, number + 1, partial)
         accumulate = bucket.grad is not None
         if bucket.grad is None:
             bucket.grad = bucket.partial
         if bucket.grad is None:
-            bucket.grad = torch.empty(bucket.layout.shard_numel, dtype=bucket.math_dtype, device=bucket.device)
+            shard = torch.empty(bucket.layout.shard_numel, dtype=bucket.math_dtype, device=bucket.device)
+            bucket.grad = on_large_pages(shard)
         bucket.partial = None
         table, sums = (bucket.part_table, bucket.sums) if self.takes_squares else (None, None)
         own = bucket.grad[bucket.part_range]
-        self._kernels.reduce_slices_(own, slices, communicator.num_ranks, accumulate, table, sums)
+        self._kernels.reduce_slices_(own, slices, communicator.num_ranks, accumulate, table, sums, *own_slice)
         bucket.has_sums = False
         if sums is not None:
             bucket.note_sums()
@@ -151,4 +158,4 @@ class Exchanges:
             return None
         label = f"the gradients of {bucket.label} from replicas"
         pending = communicator.all_gather_(replicas, bucket.grad, 3 * bucket.index, label)
-        return _Exchange(bucket, num_hops, slices, pending)
+        return _Exchange(bucket, num_hops, None, pending)

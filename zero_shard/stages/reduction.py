@@ -290,7 +290,8 @@ class Reducer:
         waiting, is_present = self._rounds.agree()
         for bucket in waiting:
             self._start(bucket)
-            self.exchanges.finish()
+            self.exchanges.finish_older()
+        self.exchanges.finish()
         if self.exchanges.is_crossing:
             self.exchanges.cross(self.buckets)
             self._hand_reduced(is_present)
