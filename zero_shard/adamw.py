@@ -22,6 +22,7 @@ from zero_shard.construction import Builder, check_amsgrad
 from zero_shard.copying import copy_bucket
 from zero_shard.groups import pack_groups
 from zero_shard.held_state import HeldState
+from zero_shard.phases import Phase
 from zero_shard.promises import Usage, describe_storage, usage_of
 from zero_shard.rehearsal import choose_stage
 from zero_shard.sharded_grad import ShardedGrad
@@ -287,6 +288,11 @@ class AdamW(torch.optim.AdamW):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        with Phase("step"):
+            self._take_step()
+        return loss
+
+    def _take_step(self) -> None:
         self._skip.report()
         self._adopt_unfrozen()
         check_amsgrad(self.param_groups, self.config.state_dtype)
@@ -305,7 +311,6 @@ class AdamW(torch.optim.AdamW):
         self._clip.coefficient = self._skip.found_inf = None
         self._reducer.after_step()
         self._communicator.end_step()
-        return loss
 
     def _adopt_unfrozen(self) -> None:
         """Take charge of parameters that were frozen when the optimizer was built. All ranks unfreeze alike."""

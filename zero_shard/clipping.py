@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zero_shard.phases import Phase
 from zero_shard.stages.reduction import Reducer
 from zero_shard.tables import SlotTables
 
@@ -33,7 +34,8 @@ class Clip:
         """Return the norm of the mean gradient of all parameters of the groups, 0-dim. All ranks call."""
         is_owned = self._tables.owned_flags(self._reducer.slots, groups)
         self._reducer.exchanges.takes_squares |= order == 2
-        return self._reducer.norms.global_norm(order, is_owned)
+        with Phase("norm"):
+            return self._reducer.norms.global_norm(order, is_owned)
 
     def fold(self, groups: Sequence[dict[str, Any]], max_norm: float, order: float = 2.0) -> Tensor:
         """Have the next update scale the gradient, as it stands clipped so far, to a norm of at most ``max_norm``.

@@ -14,6 +14,7 @@ from zero_shard.collectives import Communicator
 from zero_shard.held_state import HeldState
 from zero_shard.masters import note_weights
 from zero_shard.ops import Kernels
+from zero_shard.phases import Phase
 from zero_shard.stages.reduction import Reducer
 from zero_shard.tables import SlotTables
 
@@ -52,9 +53,11 @@ class Update:
                 calls.append((bucket, self._arguments(bucket, groups, factors)))
                 changed.append(bucket.params if flags_here.all() else list(compress(bucket.params, flags_here)))
         for bucket, arguments in calls:
-            self._kernels.adamw_(*arguments)
-            self._held.publish(bucket)
-        self._held.finish_publishing()
+            with Phase("update", bucket.label):
+                self._kernels.adamw_(*arguments)
+                self._held.publish(bucket)
+        with Phase("publish"):
+            self._held.finish_publishing()
         with torch._C.DisableTorchFunctionSubclass():
             for params in changed:
                 torch.autograd.graph.increment_version(params)

@@ -23,6 +23,7 @@ from zero_shard.buffers import SCALE_NAMES, STATE_NAMES
 from zero_shard.checkpoint.contents import Contents
 from zero_shard.checkpoint.saving import prepare, write
 from zero_shard.collectives import Agreements, ProcessGroup
+from zero_shard.phases import Phase, in_background
 
 _LATE_NAMES = (*STATE_NAMES, *SCALE_NAMES)
 _LOG = logging.getLogger("zero_shard")
@@ -61,11 +62,16 @@ class PendingSave:
         self._late, self._is_copied = late, threading.Event()
         self._job: tuple[Contents, Path, Agreements, int | None] | None = (contents, target, ranks, keep)
         self._before: threading.Thread | None = None
-        self._thread = threading.Thread(target=self._run, name=f"zero_shard saves {target}")
+        self._thread = threading.Thread(target=self._work, name=f"zero_shard saves {target}")
         if ranks.control is not None:
             # Threads of two optimizers would use one group in different orders on different ranks.
             self._before, _last_threads[ranks.control] = _last_threads.get(ranks.control), self._thread
         self._thread.start()
+
+    def _work(self) -> None:
+        assert self._job is not None
+        with in_background(), Phase("save", str(self._job[1])):
+            self._run()
 
     def _run(self) -> None:
         assert self._job is not None

@@ -13,6 +13,7 @@ from torch import Tensor
 from zero_shard.collectives.groups import ProcessGroup, background_group, rank_in, timeout_of
 from zero_shard.collectives.pending import Pending, announce, peer_missing, start
 from zero_shard.fake_group import FakeGroup
+from zero_shard.phases import Phase
 from zero_shard.roll_call import RollCall
 
 _ROLL_CALL_SHARE = 0.75  # of the time after which collectives give up
@@ -50,7 +51,8 @@ class Agreements:
             RuntimeError: Some rank has not come in time, by number: well before the collectives give up.
         """
         if self.control is not None:
-            self._roll_call.take(label, _ROLL_CALL_SHARE * timeout_of(self.control).total_seconds())
+            with Phase("wait", f"all ranks at {label}"):
+                self._roll_call.take(label, _ROLL_CALL_SHARE * timeout_of(self.control).total_seconds())
 
     def in_background(self) -> Agreements:
         """Return the same for another thread. All ranks call; the first time blocks."""
@@ -78,7 +80,8 @@ class Agreements:
             return [value] * self.num_ranks
         values: list[Any] = [None] * self.num_ranks
         try:
-            dist.all_gather_object(values, value, group=self.control)
+            with Phase("wait", label):
+                dist.all_gather_object(values, value, group=self.control)
         except RuntimeError as error:
             raise peer_missing(label, error, self._roll_call.describe_missing()) from error
         return values
@@ -90,7 +93,8 @@ class Agreements:
         announce(label)
         values: list[Any] | None = [None] * self.num_ranks if self.rank == 0 else None
         try:
-            dist.gather_object(value, values, group=self.control, group_dst=0)
+            with Phase("wait", label):
+                dist.gather_object(value, values, group=self.control, group_dst=0)
         except RuntimeError as error:
             raise peer_missing(label, error, self._roll_call.describe_missing()) from error
         return values or []

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zero_shard.collectives.groups import ProcessGroup
+from zero_shard.phases import Phase
 
 # Called with a label before each collective; tests set it to inject delays.
 before_collective: Callable[[str], None] | None = None
@@ -93,11 +94,13 @@ class Pending:
             self._thread = threading.Thread(target=self._finish, daemon=True)
             self._thread.start()
         if self._thread is not None:
-            self._thread.join(patience_s)
+            with Phase("wait", self._label):
+                self._thread.join(patience_s)
             if self._thread.is_alive():
                 return False
-        else:
-            self._finish()
+        elif self._works:
+            with Phase("wait", self._label):
+                self._finish()
         if self._error is not None:
             raise peer_missing(self._label, self._error) from self._error
         self._tensors = []

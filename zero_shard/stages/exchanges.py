@@ -27,6 +27,7 @@ from zero_shard.buffers import Bucket
 from zero_shard.collectives import Communicator, Pending, Received
 from zero_shard.ops import Kernels
 from zero_shard.pages import on_large_pages
+from zero_shard.phases import Phase
 from zero_shard.stages.slots import flat_gradients
 
 
@@ -67,9 +68,10 @@ class Exchanges:
         wire_dtype = bucket.dtype
         if self._reduce_dtype is not None and bucket.dtype != torch.float64:
             wire_dtype = self._reduce_dtype
-        wire = on_large_pages(torch.empty(bucket.layout.numel, dtype=wire_dtype, device=bucket.device))
-        self._kernels.flatten_(wire, *flat_gradients(bucket, gradients), None)
-        self._in_flight.append(self._exchange(bucket, 0, wire))
+        with Phase("reduce", bucket.label):
+            wire = on_large_pages(torch.empty(bucket.layout.numel, dtype=wire_dtype, device=bucket.device))
+            self._kernels.flatten_(wire, *flat_gradients(bucket, gradients), None)
+            self._in_flight.append(self._exchange(bucket, 0, wire))
 
     def _exchange(self, bucket: Bucket, number: int, full: Tensor) -> _Exchange:
         """Start one hop of the exchange of a bucket."""
@@ -100,7 +102,8 @@ class Exchanges:
         while True:
             if not self._in_flight[0].pending.wait(patience_s):
                 return False
-            follow_up = self._advance(self._in_flight.pop(0))
+            with Phase("reduce", self._in_flight[0].bucket.label):
+                follow_up = self._advance(self._in_flight.pop(0))
             if follow_up is None:
                 return True
             self._in_flight.insert(0, follow_up)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from zero_shard.collectives import Communicator
 from zero_shard.masters import take_shard
+from zero_shard.phases import Phase
 from zero_shard.stages.released import release, restore
 from zero_shard.stages.unit import Unit, UnitState
 
@@ -18,6 +19,10 @@ class Gatherer:
     def start_gather(self, index: int) -> None:
         """Start to gather a unit in place; all ranks do so in the same order."""
         unit = self.units[index]
+        with Phase("gather", unit.name):
+            self._start(unit)
+
+    def _start(self, unit: Unit) -> None:
         unit.num_promised += 1
         if unit.state is UnitState.GATHERING:
             self.finish(unit)
@@ -43,8 +48,10 @@ class Gatherer:
     def wait(self, unit: Unit) -> None:
         """Block until the gathers of a unit are done."""
         gathers, unit.gathers = unit.gathers, []
-        for gather in gathers:
-            gather.wait()
+        if gathers:
+            with Phase("gather", unit.name):
+                for gather in gathers:
+                    gather.wait()
 
     def finish(self, unit: Unit) -> None:
         """Block until a unit is whole, and let its parameters be read."""
