@@ -5,6 +5,7 @@ from zero_shard.averaging import ExponentialMovingAverage
 from zero_shard.checkpoint import PendingSave, async_save, latest_checkpoint, load, save
 from zero_shard.config import ZeroConfig
 from zero_shard.gathering import full_state_dict, gathered
+from zero_shard.monitor import Monitor
 from zero_shard.planning import plan
 from zero_shard.promises import Usage
 from zero_shard.sharded_grad import ShardedGrad
@@ -12,6 +13,7 @@ from zero_shard.sharded_grad import ShardedGrad
 __all__ = [
     "AdamW",
     "ExponentialMovingAverage",
+    "Monitor",
     "PendingSave",
     "ShardedGrad",
     "Usage",

@@ -20,6 +20,7 @@ from zero_shard.collectives import Communicator, ProcessGroup, Ranks
 from zero_shard.config import ZeroConfig, load_config, with_shard_size
 from zero_shard.construction import Builder, check_amsgrad
 from zero_shard.copying import copy_bucket
+from zero_shard.gradient_watch import GradientWatch
 from zero_shard.groups import pack_groups
 from zero_shard.held_state import HeldState
 from zero_shard.phases import Phase
@@ -59,6 +60,7 @@ class AdamW(torch.optim.AdamW):
     Attributes:
         config: The ZeroConfig in force.
         held: What this rank holds, for checkpoints and averages.
+        gradient_watch: What the gradients are, for a monitor.
 
     Example:
         >>> optimizer = zero_shard.AdamW(model.parameters(), lr=1e-3, module=model, config={"stage": 3})
@@ -145,6 +147,7 @@ class AdamW(torch.optim.AdamW):
         self._tenure = Tenure(self._stage, self._reducer)
         self.held = HeldState(self, communicator, self._stage, self._reducer, self._tables, self._tenure)
         is_checked = self.config.check == "every_step"
+        self.gradient_watch = GradientWatch(self._reducer, self._tables, communicator)
         self._update = Update(self.held, self._reducer, self._tables, self._kernels, is_checked)
         self._join_config: Any = None  # set by torch.distributed.algorithms.Join
         self._join_hook: JoinHook | None = None
@@ -407,6 +410,11 @@ class AdamW(torch.optim.AdamW):
         if self._communicator.rank != 0:
             return {}
         return {"state": state, "param_groups": pack_groups(self.param_groups)}
+
+    @property
+    def module(self) -> nn.Module | None:
+        """The model, as it was given."""
+        return self._builder.module
 
     def usage(self) -> Usage:
         """Return this rank's bytes: model state promised and held now, sent at the least and sent in the last step."""

@@ -69,6 +69,11 @@ class Builder:
 
     # ---- names and checks ----------------------------------------------------------------------------------
 
+    @property
+    def module(self) -> nn.Module | None:
+        """The model, as it was given."""
+        return self._module
+
     def named_params(self, groups: Sequence[dict[str, Any]]) -> list[NamedParam]:
         """Return every parameter that is taken charge of, with its name: those of the module first."""
         if not self._names and self._module is not None:

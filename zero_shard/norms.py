@@ -26,21 +26,25 @@ _LIMB_NBITS = 50
 _SMALLEST_EXPONENT = -900
 
 
-def norm_of_square_sums(pairs: Tensor, is_double: bool, kernels: Kernels, communicator: Communicator) -> Tensor:
-    """Return the 2-norm of a vector of which each rank holds sums of squares of its parts. All ranks call.
-
-    Reads nothing back to the host where the tensors and the process group (NCCL) are a GPU's; not yet run on one.
-
-    Args:
-        pairs: [K, 2] fp64, high and low halves of sums; K may differ from rank to rank.
-        is_double: Whether the vector has fp64 elements; the same on all ranks.
-    Returns:
-        0-dim tensor on the device of ``pairs``, fp64 or fp32. NaN and inf are agreed on.
-    """
+def total_of(pairs: Tensor, kernels: Kernels) -> Tensor:
+    """Return the sum [2] of pairs [K, 2] as one pair. Local."""
     total = pairs.new_zeros(2)
     kernels.sum_pairs_(total, pairs)
-    gathered = communicator.all_gather_small(total, "the gradient norm")
-    kernels.sum_pairs_(total, gathered)
+    return total
+
+
+def norm_of_totals(totals: Tensor, is_double: bool, kernels: Kernels) -> Tensor:
+    """Return the 2-norm of a vector of whose squares each rank has the sum of a part, [W, 2]. Local.
+
+    Reads nothing back to the host where the tensors are a GPU's; not yet run on one.
+
+    Args:
+        totals: fp64, high and low halves, of all ranks.
+        is_double: Whether the vector has fp64 elements.
+    Returns:
+        0-dim tensor on the device of ``totals``, fp64 or fp32.
+    """
+    total = total_of(totals, kernels)
     # Not torch's vectorised square root on the CPU, which is not correctly rounded.
     root = torch.tensor(_root(float(total[0]), 2.0), dtype=torch.float64) if total.is_cpu else total[0].sqrt()
     return root.to(torch.float64 if is_double else torch.float32)

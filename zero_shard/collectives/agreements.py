@@ -71,6 +71,17 @@ class Agreements:
         Pending(label, [work], [values]).wait()
         return values
 
+    def start_gather(self, values: Tensor, label: str) -> tuple[Tensor, Pending]:
+        """Start to gather a small CPU tensor [n] of each rank into [W, n]. All ranks call."""
+        if self.num_ranks == 1:
+            return values.view(1, -1), Pending(label)
+        announce(label)
+        self.sent_nbytes += values.nbytes * (self.num_ranks - 1)
+        gathered = values.new_empty(self.num_ranks * values.numel())
+        all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+        work = start(label, all_gather, gathered, values, group=self.control, async_op=True)
+        return gathered.view(self.num_ranks, -1), Pending(label, [work], [gathered, values])
+
     def gather_objects(self, value: Any, label: str) -> list[Any]:
         """Return the ``value`` of every rank, in rank order, on every rank; blocks. Only for start-up and errors."""
         if self.num_ranks == 1:

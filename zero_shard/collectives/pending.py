@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -16,6 +16,9 @@ from zero_shard.phases import Phase
 
 # Called with a label before each collective; tests set it to inject delays.
 before_collective: Callable[[str], None] | None = None
+
+# Called before and after a wait of the device and not of the host; a monitor sets it to put marks into the stream.
+around_native_wait: Callable[[], None] | None = None
 
 DRAIN = "zero_shard drain"  # name of threads
 
@@ -99,7 +102,7 @@ class Pending:
             if self._thread.is_alive():
                 return False
         elif self._works:
-            with Phase("wait", self._label):
+            with Phase("wait", self._label), _marked(self._is_native):
                 self._finish()
         if self._error is not None:
             raise peer_missing(self._label, self._error) from self._error
@@ -131,6 +134,16 @@ class Pending:
         if hop is None or hop.group is None or number >= hop.num_ranks - 1:
             return ""
         return f" from rank {dist.get_global_rank(hop.group, number + (number >= hop.rank))}"
+
+
+@contextmanager
+def _marked(is_native: bool) -> Iterator[None]:
+    mark = around_native_wait if is_native else None
+    if mark is not None:
+        mark()
+    yield
+    if mark is not None:
+        mark()
 
 
 def _drain(works: Sequence[Any], tensors: Sequence[Tensor]) -> None:

@@ -17,7 +17,7 @@ there the wait in the middle of backward ends after a while, and backward goes o
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -58,6 +58,7 @@ class Exchanges:
         self._in_flight: list[_Exchange] = []
         self.is_crossing = True  # sums go on across replicas; else they stay in ``bucket.partial``
         self.takes_squares = False  # somebody asks for norms: take the sums of squares while reducing
+        self.at_reduced: Callable[[Bucket, Tensor], None] | None = None  # called with the slices [K, n] just summed
 
     def start(self, bucket: Bucket, gradients: Sequence[tuple[int, Tensor]]) -> None:
         """Flatten full gradients of a bucket and start to exchange slices. All ranks call in the same order.
@@ -156,6 +157,8 @@ class Exchanges:
         bucket.has_sums = False
         if sums is not None:
             bucket.note_sums()
+            if self.at_reduced is not None:
+                self.at_reduced(bucket, slices)
         replicas = communicator.replicas
         if replicas.num_ranks == 1:
             return None

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from zero_shard.buffers import Bucket, version_of
 from zero_shard.collectives import Communicator
-from zero_shard.norms import global_norm, norm_of_square_sums, norms_of_parts, norms_of_sums
+from zero_shard.norms import global_norm, norm_of_totals, norms_of_parts, norms_of_sums, total_of
 from zero_shard.ops import Kernels
 from zero_shard.sharded_grad import ShardedGrad
 from zero_shard.stages.plain_gradients import PlainGradients
@@ -39,6 +39,7 @@ class GradientNorms:
         self._buckets, self._slots, self._plain = buckets, slots, plain
         self._communicator, self._kernels = communicator, kernels
         self._is_alone = communicator.num_ranks == 1
+        self.first_total: Tensor | None = None  # [2] of the first norm of the present round: nothing is clipped yet
         self._of_slots: dict[float, tuple[list[float], Tensor]] = {}  # order -> versions of gradients, norm of each [P]
 
     def global_norm(self, order: float, is_owned: Tensor) -> Tensor:
@@ -50,8 +51,28 @@ class GradientNorms:
         """
         if order != 2:
             return global_norm(self._parts(is_owned), order, self._communicator)
+        total = total_of(self._square_sums(is_owned), self._kernels)
+        if self.first_total is None:
+            self.first_total = total
         is_double = any(bucket.math_dtype == torch.float64 for bucket in self._buckets_with_gradients())
-        return norm_of_square_sums(self._square_sums(is_owned), is_double, self._kernels, self._communicator)
+        gathered = self._communicator.all_gather_small(total, "the gradient norm")
+        return norm_of_totals(gathered, is_double, self._kernels)
+
+    def norm_of_totals(self, totals: Tensor) -> Tensor:
+        """Return the norm, 0-dim fp64, from the ``first_total`` of each rank, [W, 2]. Local."""
+        return norm_of_totals(totals, True, self._kernels)
+
+    def first_squares(self, is_owned: Tensor) -> tuple[Tensor, Tensor, list[Bucket]]:
+        """Return what the first norm since `forget` has found, and take it now if there was none. Local.
+
+        Returns:
+            This rank's sum of squares [2]; the same for each segment [K, 2] of these buckets.
+        """
+        buckets = list(self._buckets_with_gradients())
+        if self.first_total is None:
+            self.first_total = total_of(self._square_sums(is_owned), self._kernels)
+        pairs = [bucket.sums for bucket in buckets]
+        return self.first_total, torch.cat(pairs) if pairs else self.first_total.new_zeros(0, 2), buckets
 
     def norm_of(self, slot: GradSlot, order: float) -> Tensor:
         """Return the norm of one mean gradient, 0-dim fp64 on the CPU. All ranks call.
@@ -80,6 +101,7 @@ class GradientNorms:
     def forget(self) -> None:
         """Forget the norms of slots: gradients may have changed. All ranks do so at the same call."""
         self._of_slots.clear()
+        self.first_total = None
 
     def _square_sums(self, is_owned: Tensor) -> Tensor:
         """Return [K, 2] fp64, sums of squares as pairs, of the parts that this rank speaks for."""
@@ -112,6 +134,8 @@ class GradientNorms:
         for bucket in self._buckets_with_gradients():
             self._refresh(bucket)
             pairs[[bucket.first_slot + segment.slot for segment in bucket.part_segments]] = bucket.sums.cpu()
+        if self.first_total is None:
+            self.first_total = total_of(pairs, self._kernels)
         return norms_of_sums(pairs, self._communicator)
 
     def _buckets_with_gradients(self) -> Iterator[Bucket]:

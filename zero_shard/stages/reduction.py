@@ -55,6 +55,7 @@ class Reducer:
         self.at_backward_abandoned: Callable[[], None] | None = None
         self.at_bucket_complete: Callable[[Bucket], None] | None = None
         self.before_round: Callable[[], None] | None = None  # set while ranks may run out of data (Join)
+        self.before_zero_grad: Callable[[], None] | None = None  # set by a monitor
         self._communicator, self._is_eager = communicator, is_eager
         self._is_alone = communicator.num_ranks == 1
         self._was_zeroed = False
@@ -405,6 +406,8 @@ class Reducer:
 
     def zero_grad(self, set_to_none: bool) -> None:
         """Drop all gradients, or set them to zero."""
+        if self.before_zero_grad is not None:
+            self.before_zero_grad()
         if self._is_open:  # a backward that failed half-way
             self.abandon_backward()
         set_to_none |= self._stands_back  # nobody would take a sharded gradient away before the next backward
