@@ -74,10 +74,6 @@ class GradientWatch:
         self._reducer.norms.forget()
         self.origin = None
 
-    def norm_of(self, totals: Tensor) -> float:
-        """Return the norm of the whole gradient from the totals of all ranks, [W, 2]. Local."""
-        return float(self._reducer.norms.norm_of_totals(totals))
-
     def _look(self, bucket: Bucket, slices: Tensor) -> None:
         """Find out which rank's slice is not finite, if the sum is not."""
         if self.origin is not None or not slices.is_cpu or len(slices) != self._communicator.num_ranks:

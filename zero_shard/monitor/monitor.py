@@ -257,8 +257,7 @@ class Monitor:
         (record, gathered, pending), self._sent = self._sent, None
         pending.wait()
         rows = Rows(record, gathered)
-        totals = rows.totals()
-        grad_norm = None if totals is None else self._watch.norm_of(totals)
+        grad_norm = rows.grad_norm()
         entry = rows.entry(grad_norm, self._timer.has_parts, self._tokens_per_step)
         events = rows.events(grad_norm, self._names_in_order, self._optimizer.config.skip_nonfinite)
         for key, band in self._bands.items():

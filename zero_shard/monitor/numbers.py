@@ -105,12 +105,12 @@ class Rows:
         self.record, self._rows = record, rows
         self._columns = dict(zip(_COLUMNS, rows.numpy().T, strict=True))
 
-    def totals(self) -> Tensor | None:
-        """Return the sums of squares of all ranks, [W, 2]; None if some rank took no step."""
+    def grad_norm(self) -> float | None:
+        """Return the norm of the whole gradient; None if some rank took no step."""
         if not self._columns["has_norm"].all():
             return None
-        first = _COLUMNS.index("high")
-        return self._rows[:, first : first + 2].contiguous()
+        square = float(self._columns["high"].sum() + self._columns["low"].sum())
+        return math.sqrt(square) if square >= 0 else square  # NaN
 
     def entry(self, grad_norm: float | None, has_parts: bool, tokens_per_step: int | None) -> Entry:
         """Return the line of the step."""

@@ -58,10 +58,6 @@ class GradientNorms:
         gathered = self._communicator.all_gather_small(total, "the gradient norm")
         return norm_of_totals(gathered, is_double, self._kernels)
 
-    def norm_of_totals(self, totals: Tensor) -> Tensor:
-        """Return the norm, 0-dim fp64, from the ``first_total`` of each rank, [W, 2]. Local."""
-        return norm_of_totals(totals, True, self._kernels)
-
     def first_squares(self, is_owned: Tensor) -> tuple[Tensor, Tensor, list[Bucket]]:
         """Return what the first norm since `forget` has found, and take it now if there was none. Local.
 
