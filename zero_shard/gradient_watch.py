@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from zero_shard.buffers import Bucket
-from zero_shard.collectives import Communicator
+from zero_shard.collectives import Communicator, Received
 from zero_shard.stages.hooks import weakly
 from zero_shard.stages.reduction import Reducer
 from zero_shard.tables import SlotTables
@@ -74,9 +74,10 @@ class GradientWatch:
         self._reducer.norms.forget()
         self.origin = None
 
-    def _look(self, bucket: Bucket, slices: Tensor) -> None:
+    def _look(self, bucket: Bucket, received: Received) -> None:
         """Find out which rank's slice is not finite, if the sum is not."""
-        if self.origin is not None or not slices.is_cpu or len(slices) != self._communicator.num_ranks:
+        slices = received.in_order()
+        if self.origin is not None or not received.slices.is_cpu or len(slices) != self._communicator.num_ranks:
             return
         if not numpy.isfinite(bucket.sums.numpy()[:, 0]).all():
             is_bad = [not bool(torch.isfinite(piece).all()) for piece in slices]

@@ -57,6 +57,13 @@ class Received(NamedTuple):
     own: Tensor | None
     own_rank: int
 
+    def in_order(self) -> list[Tensor]:
+        """Return the slices in the order of ranks."""
+        slices = list(self.slices)
+        if self.own is not None:
+            slices.insert(self.own_rank, self.own)
+        return slices
+
 
 class Pending:
     """Communication that has been started; ``wait`` ends it. Keeps its tensors alive until then.

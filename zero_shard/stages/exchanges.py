@@ -58,7 +58,7 @@ class Exchanges:
         self._in_flight: list[_Exchange] = []
         self.is_crossing = True  # sums go on across replicas; else they stay in ``bucket.partial``
         self.takes_squares = False  # somebody asks for norms: take the sums of squares while reducing
-        self.at_reduced: Callable[[Bucket, Tensor], None] | None = None  # called with the slices [K, n] just summed
+        self.at_reduced: Callable[[Bucket, Received], None] | None = None  # called with what has just been summed
 
     def start(self, bucket: Bucket, gradients: Sequence[tuple[int, Tensor]]) -> None:
         """Flatten full gradients of a bucket and start to exchange slices. All ranks call in the same order.
@@ -158,7 +158,7 @@ class Exchanges:
         if sums is not None:
             bucket.note_sums()
             if self.at_reduced is not None:
-                self.at_reduced(bucket, slices)
+                self.at_reduced(bucket, received)
         replicas = communicator.replicas
         if replicas.num_ranks == 1:
             return None
