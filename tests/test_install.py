@@ -125,6 +125,8 @@ def test_install_with_compiler_and_an_unfit_nvcc(tmp_path: Path) -> None:
     assert "cpu: native" in kernels
     assert log == []
     assert "release 9.0" in environment.notes()["cuda"]
+    report = environment.site_packages / "zero_shard" / "reporting"
+    assert {path.suffix for path in report.glob("page.*")} == {".py", ".html", ".css", ".js"}
 
     asked = environment.install(PATH=path, ZERO_SHARD_CUDA="1")
     text = asked.stdout + asked.stderr

@@ -9,6 +9,7 @@ import zero_shard
 from zero_shard import doctor
 from zero_shard.checkpoint import command as ckpt
 from zero_shard.planning import command as plan_command
+from zero_shard.reporting import command as report_command
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -25,6 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     examine.set_defaults(run=lambda given: doctor.run(is_json=given.json))
     ckpt.register(commands)
     plan_command.register(commands)
+    report_command.register(commands)
     given = parser.parse_args(arguments)
     code: int = given.run(given)
     return code
