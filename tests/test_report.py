@@ -102,20 +102,20 @@ def test_charts_of_a_run_have_their_lines_points_and_units(run: Run, browser: Br
     lines[20]["loss"] = "nan"
     lines[15]["lr"] = [1e-3, 2e-3]
     lines[9].pop("grad_norm")
-    code, out, err = run(_write(tmp_path / "run.jsonl", [*lines, _event(20, "nonfinite"), {"kind": "of later"}]))
-    assert (code, err, out) == (0, "", f"report.html: 30 steps of {tmp_path / 'run.jsonl'}\n")
+    code, out, err = run(_write(tmp_path / "gpt.jsonl", [*lines, _event(20, "nonfinite"), {"kind": "of later"}]))
+    assert (code, err, out) == (0, "", f"report.html: 30 steps of {tmp_path / 'gpt.jsonl'}\n")
     browser.open(tmp_path / "report.html")
     stack = ("forward_ms", "backward_ms", "optimizer_ms", "rest")
     assert _points(browser) == {
-        "Loss": {"run.jsonl loss": 29},
-        "Gradient norm": {"run.jsonl grad_norm": 29},
-        "Learning rate": {"run.jsonl lr 0": 30, "run.jsonl lr 1": 30},
-        "Throughput (tokens/s)": {"run.jsonl tokens_per_s": 30},
-        "Step time (ms)": {"run.jsonl step_ms": 30},
-        "Where the time goes (ms)": {f"run.jsonl {key}": 30 for key in stack},
-        "Exposed communication (ms)": {"run.jsonl exposed_ms": 30},
-        "Sent per step and rank (MiB)": {"run.jsonl sent_mib": 30},
-        "Memory per rank (GiB)": {"run.jsonl held_mib": 30, "run.jsonl peak_mib": 30},
+        "Loss": {"gpt.jsonl loss": 29},
+        "Gradient norm": {"gpt.jsonl grad_norm": 29},
+        "Learning rate": {"gpt.jsonl lr 0": 30, "gpt.jsonl lr 1": 30},
+        "Throughput (tokens/s)": {"gpt.jsonl tokens_per_s": 30},
+        "Step time (ms)": {"gpt.jsonl step_ms": 30},
+        "Where the time goes (ms)": {f"gpt.jsonl {key}": 30 for key in stack},
+        "Exposed communication (ms)": {"gpt.jsonl exposed_ms": 30},
+        "Sent per step and rank (MiB)": {"gpt.jsonl sent_mib": 30},
+        "Memory per rank (GiB)": {"gpt.jsonl held_mib": 30, "gpt.jsonl peak_mib": 30},
     }
     assert browser.ask("document.querySelectorAll('line.event.nonfinite').length") == 9, "a mark in each chart"
     assert browser.ask("document.querySelectorAll('path.bad').length") == 1, "a mark where the loss is not finite"
@@ -132,7 +132,7 @@ def test_charts_of_a_run_have_their_lines_points_and_units(run: Run, browser: Br
 
 def test_lines_lie_where_the_values_are(run: Run, browser: Browser, tmp_path: Path) -> None:
     """Between two labelled ticks of the axis, as read off the page."""
-    run(_write(tmp_path / "run.jsonl", [_HEADER, *(_step(step, loss=float(step)) for step in range(1, 12))]))
+    run(_write(tmp_path / "gpt.jsonl", [_HEADER, *(_step(step, loss=float(step)) for step in range(1, 12))]))
     browser.open(tmp_path / "report.html")
     for x_axis, first in (("step", "step"), ("time", "training time (s)")):
         _set(browser, "select", x_axis)
@@ -161,7 +161,7 @@ def test_lines_lie_where_the_values_are(run: Run, browser: Browser, tmp_path: Pa
 def test_pointing_zooming_and_smoothing(run: Run, browser: Browser, tmp_path: Path) -> None:
     run(
         _write(
-            tmp_path / "run.jsonl", [_HEADER, *(_step(step) for step in range(1, 101)), _event(50, "drift", "too high")]
+            tmp_path / "gpt.jsonl", [_HEADER, *(_step(step) for step in range(1, 101)), _event(50, "drift", "too high")]
         )
     )
     browser.open(tmp_path / "report.html")
@@ -197,11 +197,11 @@ def test_several_runs_lie_over_each_other(run: Run, browser: Browser, tmp_path: 
     assert code == 0
     browser.open(tmp_path / "both.html")
     points = _points(browser)
-    assert points["Loss"] == {"a/run.jsonl loss": 10, "b/run.jsonl loss": 10}
-    assert "Where the time goes: a/run.jsonl (ms)" in points and "Where the time goes: b/run.jsonl (ms)" in points
+    assert points["Loss"] == {"a loss": 10, "b loss": 10}
+    assert "Where the time goes: a (ms)" in points and "Where the time goes: b (ms)" in points
     assert browser.ask("[...document.querySelectorAll('tr.differs th')].map((each) => each.textContent)") == ["stage"]
     browser.ask("document.querySelector('#controls label:has(.c0) input').click()")
-    assert _points(browser)["Loss"] == {"b/run.jsonl loss": 10}
+    assert _points(browser)["Loss"] == {"b loss": 10}
     assert browser.console == []
 
 
@@ -209,7 +209,7 @@ def test_repeated_steps_are_drawn_apart_and_counted_once(run: Run, browser: Brow
     first = [_step(step, loss=9.0 if step > 14 else 1.0) for step in range(1, 21)]
     lines = [_HEADER, *first, _event(10, "rollback"), *(_step(step, loss=1.0) for step in range(11, 31))]
     path = _write(
-        tmp_path / "run.jsonl", [*lines, _HEADER, _event(25, "resume"), *(_step(s, loss=1.0) for s in range(26, 36))]
+        tmp_path / "gpt.jsonl", [*lines, _HEADER, _event(25, "resume"), *(_step(s, loss=1.0) for s in range(26, 36))]
     )
     log = RunLog(path)
     assert log.steps[log.is_kept()].tolist() == list(range(1, 36))
@@ -228,7 +228,7 @@ def test_repeated_steps_are_drawn_apart_and_counted_once(run: Run, browser: Brow
 
 
 def test_without_javascript_the_tables_are_there(run: Run, browser: Browser, tmp_path: Path) -> None:
-    run(_write(tmp_path / "run.jsonl", [_HEADER, _step(1), _event(1, "nonfinite", "the first one")]))
+    run(_write(tmp_path / "gpt.jsonl", [_HEADER, _step(1), _event(1, "nonfinite", "the first one")]))
     browser.open(tmp_path / "report.html", has_script=False)
     text = browser.ask("document.body.innerText")
     assert "The charts need JavaScript" in text and "the first one" in text and "2.93 GiB" in text
@@ -267,25 +267,25 @@ def test_a_long_run_stays_a_small_page_and_keeps_its_extremes(run: Run, browser:
     body = json.dumps(_step(1)).replace('"step": 1,', '"step": %d,').replace('"loss": 4.0', '"loss": %r')
     losses = 2 + np.random.default_rng(0).random(num_steps)
     losses[[12_345, 54_321]] = 77.0, 0.01
-    with (tmp_path / "run.jsonl").open("w") as file:
+    with (tmp_path / "gpt.jsonl").open("w") as file:
         file.write(json.dumps(_HEADER) + "\n")
         file.writelines(body % (step, loss) + "\n" for step, loss in enumerate(losses.tolist(), start=1))
-    run("run.jsonl")
+    run("gpt.jsonl")
     assert (tmp_path / "report.html").stat().st_size < 1_500_000
-    mean, low, high = thin_run(RunLog(tmp_path / "run.jsonl"), 1)["kept"]["series"]["loss"]
+    mean, low, high = thin_run(RunLog(tmp_path / "gpt.jsonl"), 1)["kept"]["series"]["loss"]
     assert len(mean) == 1500 and (min(low), max(high)) == (0.01, 77.0)
     assert np.mean(mean) == pytest.approx(losses.mean(), rel=1e-5)
     browser.open(tmp_path / "report.html")
-    assert _points(browser)["Loss"] == {"run.jsonl loss": 1500}
+    assert _points(browser)["Loss"] == {"gpt.jsonl loss": 1500}
     assert browser.ask("document.querySelectorAll('path.band').length") >= 8 and browser.console == []
 
 
 def test_only_what_the_log_has_is_drawn(run: Run, browser: Browser, tmp_path: Path) -> None:
     lines = [{"kind": "step", "step": step, "loss": -1.0, "grad_norm": "inf"} for step in (0, 0, 5)]
-    code, _, _ = run(_write(tmp_path / "run.jsonl", [{"kind": "run", "schema": 1}, *lines]))
+    code, _, _ = run(_write(tmp_path / "gpt.jsonl", [{"kind": "run", "schema": 1}, *lines]))
     assert code == 0
     browser.open(tmp_path / "report.html", width=360)
-    assert _points(browser) == {"Loss": {"run.jsonl loss": 2}}
+    assert _points(browser) == {"Loss": {"gpt.jsonl loss": 2}}
     browser.ask("document.querySelector('.chart button').click()")
     assert "no positive value here" in browser.ask("document.querySelector('svg').textContent")
     assert browser.ask("document.documentElement.scrollWidth") <= 360, "a narrow screen needs no scrolling sideways"
@@ -296,13 +296,13 @@ def test_only_what_the_log_has_is_drawn(run: Run, browser: Browser, tmp_path: Pa
 
 
 def test_a_last_line_that_is_cut_is_left_out_with_a_note(run: Run, tmp_path: Path) -> None:
-    path = _write(tmp_path / "run.jsonl", [_HEADER, _step(1), _step(2)])
+    path = _write(tmp_path / "gpt.jsonl", [_HEADER, _step(1), _step(2)])
     whole = path.read_bytes()
     for end, num_steps in ((len(whole) - 1, 2), (len(whole) - 2, 1), (len(whole) - 40, 1)):
         path.write_bytes(whole[:end])
-        code, out, err = run("run.jsonl")
+        code, out, err = run("gpt.jsonl")
         assert (code, err) == (0, "") and f"report.html: {num_steps} step" in out
-        assert ("note: run.jsonl: the last line is cut" in out) == (num_steps == 1)
+        assert ("note: gpt.jsonl: the last line is cut" in out) == (num_steps == 1)
         assert ("the last line is cut" in (tmp_path / "report.html").read_text()) == (num_steps == 1)
 
 
@@ -331,21 +331,21 @@ _BAD_LOGS = {
 @pytest.mark.parametrize("name", _BAD_LOGS)
 def test_a_log_that_is_no_log_gives_one_line_and_keeps_the_report(run: Run, tmp_path: Path, name: str) -> None:
     content, text, remedy = _BAD_LOGS[name]
-    (tmp_path / "run.jsonl").write_bytes(content if isinstance(content, bytes) else content.encode())
-    _refused(run, tmp_path, ["run.jsonl"], text, remedy)
+    (tmp_path / "gpt.jsonl").write_bytes(content if isinstance(content, bytes) else content.encode())
+    _refused(run, tmp_path, ["gpt.jsonl"], text, remedy)
 
 
 _BAD_PLACES = [
     (["missing.jsonl"], "missing.jsonl does not exist", "name the log that the monitor wrote"),
-    (["runs"], "runs is a directory", "name a log in it, as runs/run.jsonl"),
-    (["run.jsonl", "missing.jsonl"], "missing.jsonl does not exist", ""),
-    (["run.jsonl", "./run.jsonl"], "run.jsonl is named twice", "name each log once"),
-    (["run.jsonl", "--out", "run.jsonl"], "would take the place of the log", "name another file with --out"),
-    (["run.jsonl", "--out", "runs"], "runs is a directory", "name a file with --out"),
-    (["run.jsonl", "--out", "no/report.html"], "there is no directory no", "make it first"),
-    (["run.jsonl", "--out", "/dev/null"], "/dev/null is no file", "name a file with --out"),
+    (["runs"], "runs is a directory", "name a log in it, as runs/gpt.jsonl"),
+    (["gpt.jsonl", "missing.jsonl"], "missing.jsonl does not exist", ""),
+    (["gpt.jsonl", "./gpt.jsonl"], "gpt.jsonl is named twice", "name each log once"),
+    (["gpt.jsonl", "--out", "gpt.jsonl"], "would take the place of the log", "name another file with --out"),
+    (["gpt.jsonl", "--out", "runs"], "runs is a directory", "name a file with --out"),
+    (["gpt.jsonl", "--out", "no/report.html"], "there is no directory no", "make it first"),
+    (["gpt.jsonl", "--out", "/dev/null"], "/dev/null is no file", "name a file with --out"),
     (
-        ["run.jsonl", "--out", "/proc/report.html"],
+        ["gpt.jsonl", "--out", "/proc/report.html"],
         "/proc/report.html can't be written",
         "name another place with --out",
     ),
@@ -356,7 +356,7 @@ _BAD_PLACES = [
 def test_a_place_that_can_not_be_used_gives_one_line(
     run: Run, tmp_path: Path, arguments: list[str], text: str, remedy: str
 ) -> None:
-    for path in (tmp_path / "run.jsonl", tmp_path / "runs" / "run.jsonl"):
+    for path in (tmp_path / "gpt.jsonl", tmp_path / "runs" / "gpt.jsonl"):
         _write(path, [_HEADER, _step(1)])
     _refused(run, tmp_path, arguments, text, remedy)
 
@@ -372,18 +372,18 @@ def _refused(run: Run, tmp_path: Path, arguments: list[str], text: str, remedy: 
 
 
 def test_a_disk_that_is_full_keeps_the_report_of_before(tmp_path: Path) -> None:
-    _write(tmp_path / "run.jsonl", [_HEADER, _step(1)])
+    _write(tmp_path / "gpt.jsonl", [_HEADER, _step(1)])
     (tmp_path / "report.html").write_text("of before")
-    command = [sys.executable, "-m", "zero_shard", "report", "run.jsonl"]
+    command = [sys.executable, "-m", "zero_shard", "report", "gpt.jsonl"]
     limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))  # noqa: E731
     done = subprocess.run(command, cwd=tmp_path, preexec_fn=limit, capture_output=True, text=True)
     assert done.returncode == 2 and done.stderr.count("\n") == 1
     assert "zero-shard report: report.html can't be written: File too large" in done.stderr
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["report.html", "run.jsonl"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["gpt.jsonl", "report.html"]
     assert (tmp_path / "report.html").read_text() == "of before"
 
 
 def test_not_finite_is_not_the_same_as_not_there(tmp_path: Path) -> None:
     values = ["nan", "inf", "-inf", None, 1, math.nan, 10**400]
-    log = RunLog(_write(tmp_path / "run.jsonl", [_HEADER, *(_step(n, loss=v) for n, v in enumerate(values, start=1))]))
+    log = RunLog(_write(tmp_path / "gpt.jsonl", [_HEADER, *(_step(n, loss=v) for n, v in enumerate(values, start=1))]))
     np.testing.assert_array_equal(log.series["loss"], [np.inf, np.inf, np.inf, np.nan, 1, np.inf, np.inf])

@@ -252,16 +252,19 @@
     return found;
   }
   function drawMarks(chart, lines, svg, bottom) {
-    let free = -Infinity;
+    let last = null; // letters that would lie over each other are one text
     const runs = [...new Set(lines.map((line) => line.run))];
     for (const event of runs.flatMap((run) => run.events).sort((a, b) => a[state.x] - b[state.x])) {
       const x = chart.toX(event[state.x]);
       if (x < LEFT - 1 || x > chart.width - RIGHT + 1) continue;
       const kind = FLAGS[event.kind] ? event.kind : "other";
       svg.append(make("line", { class: "event " + kind, x1: x, x2: x, y1: TOP, y2: bottom }));
-      if (x - free < 9) continue;
-      svg.append(make("text", { class: "flag " + kind, x, y: TOP - 3, "text-anchor": "middle" }, FLAGS[event.kind] || "E"));
-      free = x;
+      const letter = FLAGS[event.kind] || "E";
+      if (last && x - last.getAttribute("x") < 9) {
+        if (!last.textContent.includes(letter)) last.append(letter);
+        continue;
+      }
+      last = svg.appendChild(make("text", { class: "flag " + kind, x, y: TOP - 3, "text-anchor": "middle" }, letter));
     }
     for (const line of lines) {
       for (const [step, time] of line.run.bad[line.key] || []) {

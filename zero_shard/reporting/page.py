@@ -16,6 +16,7 @@ from zero_shard.reporting.summary import summary
 from zero_shard.reporting.thinning import thin_run
 
 _HERE = Path(__file__).parent
+_USUAL_NAME = "run.jsonl"
 _POLICY = "default-src 'none'; style-src {style}; script-src {script}; base-uri 'none'; form-action 'none'"
 
 
@@ -48,9 +49,9 @@ def _hash(text: str) -> str:
 
 
 def _labels(paths: Sequence[Path]) -> list[str]:
-    """Return the shortest ends of the paths that differ from each other."""
-    whole = [path.resolve().parts for path in paths]
-    for depth in range(1, max(map(len, whole))):
+    """Return the shortest ends of the paths that differ, of the directory for the file that the monitor puts there."""
+    whole = [(path.parent if path.name == _USUAL_NAME else path).parts for path in map(Path.resolve, paths)]
+    for depth in range(1, max(map(len, whole)) + 1):
         labels = ["/".join(parts[-depth:]) for parts in whole]
         if len(set(labels)) == len(labels):
             break
