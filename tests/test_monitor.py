@@ -92,6 +92,8 @@ def test_numbers_are_right_and_training_is_the_same_to_the_bit(
     (run,), steps = _lines(tmp_path, "run"), _lines(tmp_path, "step")
     assert (run["schema"], run["world_size"], run["stage"], run["num_params"]) == (1, world_size, stage, 128)
     assert run["config"]["stage"] == stage and run["tokens_per_step"] == 64
+    floor = (world_size - 1) / world_size * 128 * 4 * (3 if stage == 3 else 2)
+    assert run["floor_sent_mib"] == pytest.approx(floor / 2**20, rel=0.2), "parameters are padded"
     assert [entry["step"] for entry in steps] == [1, 2, 3, 4]
     for number, entry in enumerate(steps):
         assert entry["loss"] == pytest.approx(sum(each["losses"][number] for each in watched) / world_size, rel=1e-6)
@@ -221,8 +223,8 @@ def test_cut_last_line_is_removed_and_the_rest_kept(tmp_path: Path) -> None:
         assert path.read_text() == kept + '{"x": ["nan", "-inf", 1.5]}\n'
 
 
-def _resume(path: str) -> None:
-    for _ in range(2):
+def _resume(path: str, is_numbered: bool) -> None:
+    for turn in range(2):
         model = _model()
         optimizer = _optimizer(model, 2)
         if Path(path, "checkpoint").exists():
@@ -232,16 +234,18 @@ def _resume(path: str) -> None:
                 model(_batch(step)).square().mean().backward()
                 optimizer.step()
                 optimizer.zero_grad()
-                monitor.log(loss=1.0)
+                monitor.log(loss=1.0, step=2 * turn + step + 1 if is_numbered else None)
         zero_shard.save(Path(path, "checkpoint"), model, optimizer)
 
 
-def test_resumed_run_appends_and_counts_on(tmp_path: Path) -> None:
-    ranks.run(2, _resume, str(tmp_path))
+@pytest.mark.parametrize("is_numbered", [False, True])
+def test_resumed_run_appends_and_counts_on(is_numbered: bool, tmp_path: Path) -> None:
+    ranks.run(2, _resume, str(tmp_path), is_numbered)
     kinds = [(entry["kind"], entry.get("step")) for entry in _lines(tmp_path)]
     first, second = [("run", None), ("step", 1), ("step", 2)], [("run", None), ("event", 2), ("step", 3), ("step", 4)]
     assert kinds == first + second
-    assert _lines(tmp_path, "event")[0]["event"] == "resume"
+    (event,) = _lines(tmp_path, "event")
+    assert (event["event"], event["message"]) == ("resume", "the log goes on after step 2, on 2 ranks")
 
 
 @pytest.fixture

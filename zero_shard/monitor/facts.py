@@ -26,6 +26,7 @@ def facts_of_run(optimizer: AdamW, device: torch.device) -> dict[str, Any]:
         "stage": optimizer.config.stage,
         "config": {key: _plain(value) for key, value in dataclasses.asdict(optimizer.config).items()},
         "num_params": sum(slot.numel for bucket in buckets for slot in bucket.layout.slots),
+        "floor_sent_mib": optimizer.usage().floor_sent_nbytes / 2**20,
         "hardware": _hardware(device),
         "versions": {
             "zero_shard": _own_version(),

@@ -221,7 +221,7 @@ class Monitor:
 
     def _begin_counting(self, step: int | None) -> None:
         counted = int(max(self._optimizer.held.step_counts(), default=0))
-        self._step = max(0, counted - self._has_stepped) if step is None else step
+        self._step = max(0, counted - self._has_stepped) if step is None else step - 1
         if self._bar is not None:
             self._bar.begin_at(self._step)
         if self._lines is not None and self._lines.has_lines:
