@@ -1,4 +1,4 @@
-"""The configuration file of the example: four TOML tables, every one typed, unknown keys refused."""
+"""The configuration file of the example: five TOML tables, every one typed, unknown keys refused."""
 
 from __future__ import annotations
 
@@ -50,9 +50,10 @@ class TrainConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """All four tables. ``zero`` is handed to ``zero_shard.AdamW`` as it is, which checks it."""
+    """All tables. ``zero`` goes to ``zero_shard.AdamW``, ``rollback`` to ``zero_shard.Rollback``, which check them."""
 
     zero: Mapping[str, Any] = field(default_factory=dict)
+    rollback: Mapping[str, Any] = field(default_factory=dict)
     model: GPTConfig = field(default_factory=GPTConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -61,6 +62,7 @@ class Settings:
         """Return plain nested dicts, to be stored with a checkpoint."""
         return {
             "zero": dict(self.zero),
+            "rollback": dict(self.rollback),
             "model": dataclasses.asdict(self.model),
             "train": dataclasses.asdict(self.train),
             "data": dataclasses.asdict(self.data),
@@ -85,6 +87,7 @@ def read_settings(path: Path, *, stage: int | None, steps: int | None, seed: int
         train["seed"] = seed
     return Settings(
         zero=zero,
+        rollback=tables.get("rollback", {}),
         model=_build(GPTConfig, tables.get("model", {}), f"key of [model] in {path}"),
         train=_build(TrainConfig, train, f"key of [train] in {path}"),
         data=_build(DataConfig, tables.get("data", {}), f"key of [data] in {path}"),

@@ -3,6 +3,7 @@
     torchrun --standalone --nproc-per-node 2 examples/train_gpt.py --config examples/gpt.toml
 
 Runs on NCCL where every rank has a GPU, on gloo otherwise, and without torchrun as one plain process.
+Steps with NaN in a row, or a spike of the loss, end in the last good checkpoint, and their batches are left out.
 ``--resume`` continues an interrupted run from its newest checkpoint, bit for bit; so does torchrun by itself, with
 ``--max-restarts``, when a rank dies. With another number of ranks the result is the same to rounding: they share one
 batch. Needs matplotlib and tqdm.
@@ -161,24 +162,30 @@ def resume(run: Run) -> int:
     before = {**extra["settings"], "world_size": extra["world_size"], "text": extra["text"]}
     now = {**run.settings.as_dict(), "world_size": run.ranks.world_size, "text": run.corpus.digest}
     # The stage is no part of it: all stages give the same bits.
-    changed = [key for key in now if key != "zero" and now[key] != before[key]]
+    changed = [key for key in now if key not in ("zero", "rollback") and now[key] != before[key]]
     run.ranks.say(f"resumed from the checkpoint in {run.out} at step {step}")
     if changed == ["world_size"]:
         run.ranks.say(f"{before['world_size']} ranks before: the run goes on, equal to rounding and not bit for bit")
     elif changed:
         run.ranks.say(f"{', '.join(changed)} changed since then: the run goes on, but not bit for bit")
+    forget_after(run, step)
+    return step
+
+
+def forget_after(run: Run, step: int) -> None:
+    """Forget what was logged after a checkpoint that has been loaded: it is about to be done, and logged, again."""
     if run.ranks.is_first:
         lines = (run.out / "metrics.jsonl").read_text().splitlines()
-        # What was logged after the checkpoint is about to be done, and logged, again.
-        run.history.extend(entry for entry in map(json.loads, lines) if entry["step"] <= step)
+        run.history[:] = [entry for entry in map(json.loads, lines) if entry["step"] <= step]
         (run.out / "metrics.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in run.history))
-    return step
 
 
 def train(run: Run, first_step: int, last_step: int) -> None:
     """Take the steps after ``first_step`` up to ``last_step``. All ranks call it."""
     config, ranks = run.settings.train, run.ranks
     meter = Meter(run)
+    rollback = zero_shard.Rollback(run.out, run.model, run.optimizer, run.settings.rollback)
+    pending: zero_shard.PendingSave | None = None
     is_terminal = sys.stderr.isatty()
     with tqdm(
         total=config.steps,
@@ -190,19 +197,32 @@ def train(run: Run, first_step: int, last_step: int) -> None:
         # A log file keeps every line, where a terminal draws over the last one.
         mininterval=0.2 if is_terminal else 10.0,
     ) as bar:
-        for step in range(first_step, last_step):
-            meter.add(*take_step(run, step))
-            is_last = step + 1 == last_step
-            if (step + 1) % config.log_every == 0 or is_last:
+        step = first_step
+        while step < last_step:
+            if step + 1 not in rollback.bad_steps:
+                loss, grad_norm = take_step(run, step)
+                back = rollback.check(step + 1, loss, grad_norm)
+                if back is not None:
+                    ranks.say(f"back to step {back.step} after {back.reason}")
+                    step = back.step
+                    forget_after(run, step)
+                    meter.restart()
+                    bar.update(step - bar.n)
+                    continue
+                meter.add(loss, grad_norm)
+            step += 1
+            is_last = step == last_step
+            if meter.num_steps and (step % config.log_every == 0 or is_last):
                 entry = meter.read()
-                log(run, {"step": step + 1, **entry})
+                log(run, {"step": step, **entry})
                 bar.set_postfix_str(describe(entry), refresh=is_terminal)
             bar.update()
-            if (step + 1) % config.checkpoint_every == 0 or is_last:
-                pending = save_checkpoint(run, step + 1)
-                log(run, {"step": step + 1, "held_out_loss": evaluate(run)})
+            if step % config.checkpoint_every == 0 or is_last:
+                if rollback.is_well:
+                    pending = save_checkpoint(run, step)
+                log(run, {"step": step, "held_out_loss": evaluate(run)})
                 meter.restart()
-    if first_step < last_step:
+    if pending is not None:
         pending.wait()
 
 

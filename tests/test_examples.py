@@ -222,3 +222,13 @@ def test_ranks_read_disjoint_parts_of_one_batch_and_steps_differ(tmp_path: Path)
     assert set(corpus.held_out.tolist()) == {0, 20}
     assert not {0, 20} & set(corpus.training.tolist())
     assert corpus.training.numel() == 38 * 100
+
+
+def test_run_that_rolls_back_ends_with_every_step_logged_once(tmp_path: Path) -> None:
+    """So narrow a band that some steps lie above it, once step 10 has been saved."""
+    rollback = "\n[rollback]\nwindow = 11\nspike_streak = 1\nspike_mads = 2.0\nmax_rollbacks = 1000\n"
+    outcome = run_example(tmp_path / "run", config=TINY + rollback)
+    assert re.search(r"^back to step 10 after step \d+: a loss spike, loss \d", outcome.stdout, re.MULTILINE)
+    steps = [entry["step"] for entry in outcome.history() if "train_loss" in entry]
+    assert steps == sorted(set(steps)) and steps[-1] == 30
+    assert sorted(path.name for path in outcome.out.glob("checkpoint-*"))[-1] == "checkpoint-000030"

@@ -231,7 +231,7 @@ _ORDER = [
     ["checkpoint.importing"],
     ["checkpoint.command"],
     ["checkpoint.background"],
-    ["checkpoint"],
+    ["checkpoint", "rollback"],
     ["planning.links", "planning.models", "planning.result", "planning"],
     ["planning.chart", "planning.sources"],
     ["planning.command"],

@@ -8,6 +8,7 @@ from zero_shard.gathering import full_state_dict, gathered
 from zero_shard.monitor import Monitor
 from zero_shard.planning import plan
 from zero_shard.promises import Usage
+from zero_shard.rollback import Rollback, RollbackConfig, RolledBack
 from zero_shard.sharded_grad import ShardedGrad
 
 __all__ = [
@@ -15,6 +16,9 @@ __all__ = [
     "ExponentialMovingAverage",
     "Monitor",
     "PendingSave",
+    "Rollback",
+    "RollbackConfig",
+    "RolledBack",
     "ShardedGrad",
     "Usage",
     "ZeroConfig",

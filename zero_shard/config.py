@@ -11,7 +11,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -26,6 +26,8 @@ _DTYPE_ALIASES = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp1
 _MAX_BUCKET_MIB = 65536.0
 _HALF_DTYPES = (torch.bfloat16, torch.float16)
 _WIRE_DTYPES = (torch.float64, torch.float32, *_HALF_DTYPES)
+
+Settings = TypeVar("Settings")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,23 +206,29 @@ def _dtype_of(value: Any, name: str, supported: tuple[torch.dtype, ...]) -> torc
 
 
 def load_config(source: Any) -> ZeroConfig:
-    """Make a ZeroConfig of what the user passed as ``config``.
+    """Make a ZeroConfig of what the user passed as ``config``. Raises as `load_settings` does."""
+    return load_settings(source, ZeroConfig, "zero")
+
+
+def load_settings(source: Any, kind: type[Settings], table: str) -> Settings:
+    """Make settings of a kind, a dataclass, of what the user passed for them.
 
     Args:
-        source: None, a ZeroConfig, a mapping of its fields, or the path of a TOML, YAML or JSON file with the
-            fields at top level or in a table called ``zero``.
+        source: None, such settings, a mapping of their fields, or the path of a TOML, YAML or JSON file with the
+            fields at top level or in a table.
+        table: The name of that table.
     Raises:
         FileNotFoundError: No such file. ValueError: Unknown key or bad value. TypeError: Wrong type.
     """
     if source is None:
-        return ZeroConfig()
-    if isinstance(source, ZeroConfig):
+        return kind()
+    if isinstance(source, kind):
         return source
     if isinstance(source, (str, os.PathLike)):
-        return _from_mapping(_read_file(Path(source)), f" in {os.fspath(source)}")
+        return _from_mapping(_read_file(Path(source), table), kind, f" in {os.fspath(source)}")
     if isinstance(source, Mapping):
-        return _from_mapping(source, "")
-    raise TypeError(f"config must be a ZeroConfig, a mapping or a path, got {type(source).__name__}: {source!r}")
+        return _from_mapping(source, kind, "")
+    raise TypeError(f"config must be a {kind.__name__}, a mapping or a path, got {type(source).__name__}: {source!r}")
 
 
 def with_shard_size(config: ZeroConfig, shard_size: int | None) -> ZeroConfig:
@@ -239,16 +247,16 @@ def with_shard_size(config: ZeroConfig, shard_size: int | None) -> ZeroConfig:
     return config.replace(shard_size=shard_size)
 
 
-def _from_mapping(values: Mapping[str, Any], where: str) -> ZeroConfig:
-    names = [field.name for field in dataclasses.fields(ZeroConfig)]
+def _from_mapping(values: Mapping[str, Any], kind: type[Settings], where: str) -> Settings:
+    names = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
     for key, value in values.items():
         if key not in names:
             hint = _nearest(str(key), names) or f"; known keys: {', '.join(names)}"
             raise ValueError(f"unknown config key {key!r} (value {value!r}){where}{hint}")
-    return ZeroConfig(**values)
+    return kind(**values)
 
 
-def _read_file(path: Path) -> Mapping[str, Any]:
+def _read_file(path: Path, table: str) -> Mapping[str, Any]:
     if not path.is_file():
         raise FileNotFoundError(f"config file not found: {os.fspath(path)!r}")
     text, suffix = path.read_text(encoding="utf-8"), path.suffix.lower()
@@ -260,8 +268,8 @@ def _read_file(path: Path) -> Mapping[str, Any]:
         raise ValueError(
             f"config file {os.fspath(path)!r} is not valid {suffix.lstrip('.') or 'TOML'}: {error}"
         ) from error
-    if isinstance(content, Mapping) and isinstance(content.get("zero"), Mapping):
-        content = content["zero"]
+    if isinstance(content, Mapping) and isinstance(content.get(table), Mapping):
+        content = content[table]
     if not isinstance(content, Mapping):
         raise ValueError(f"config file {os.fspath(path)!r} must hold a table of settings, got {content!r}")
     return content

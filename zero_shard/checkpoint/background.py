@@ -107,6 +107,10 @@ class PendingSave:
         """Block until nothing live is needed any more. See Note [Copies under way]."""
         self._is_copied.wait()
 
+    def join(self, timeout_s: float | None = None) -> None:
+        """Block until it has ended, well or not, or for so long."""
+        self._thread.join(timeout_s)
+
     def done(self) -> bool:
         """Whether it has ended, well or not."""
         return not self._thread.is_alive()
@@ -118,7 +122,7 @@ class PendingSave:
             TimeoutError: It does not after so many seconds; it goes on.
             RuntimeError, OSError: What `save` would have raised; once.
         """
-        self._thread.join(timeout_s)
+        self.join(timeout_s)
         if self._thread.is_alive():
             raise TimeoutError(f"{self._thread.name} has not ended within {timeout_s} s")
         error, self._error = self._error, None
@@ -158,6 +162,13 @@ class _Staging:
 
 
 _stagings: weakref.WeakKeyDictionary[AdamW, _Staging] = weakref.WeakKeyDictionary()
+
+
+def wait_for_save(optimizer: AdamW) -> None:
+    """Block until no checkpoint is being written in the background, well or not; what went wrong comes up later."""
+    staging = _stagings.get(optimizer)
+    if staging is not None and staging.pending is not None:
+        staging.pending.join()
 
 
 def async_save(

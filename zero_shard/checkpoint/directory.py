@@ -198,8 +198,13 @@ def latest_checkpoint(directory: str | os.PathLike[str]) -> Path | None:
     What a crash has left, and what lacks a file or bytes of one, is passed over. With several ranks, pass the directory
     to `load`, which has all of them take the same one.
     """
-    found = _complete_ones(Path(directory).iterdir()) if Path(directory).is_dir() else []
+    found = complete_checkpoints(directory)
     return found[-1] if found else None
+
+
+def complete_checkpoints(directory: str | os.PathLike[str]) -> list[Path]:
+    """Return the complete checkpoints in a directory, the one that was written last at the end. Local."""
+    return _complete_ones(Path(directory).iterdir()) if Path(directory).is_dir() else []
 
 
 def check_keep(target: Path, keep: int | None) -> None:
@@ -223,10 +228,15 @@ def prune(target: Path, keep: int) -> None:
     beside = [each for each in names if each.name.removeprefix(stem).isdecimal()]
     others = _complete_ones(beside)
     for old in others[: len(others) + 1 - keep] if len(others) >= keep else []:
-        hidden = _hidden(old, "removed")
-        with suppress(FileNotFoundError):  # another saver was faster
-            old.rename(hidden)
-            _remove(hidden)
+        remove(old)
+
+
+def remove(checkpoint: Path) -> None:
+    """Remove a checkpoint: its name at once, its files unless somebody reads them; then a later saver does."""
+    hidden = _hidden(checkpoint, "removed")
+    with suppress(FileNotFoundError):  # another saver was faster
+        checkpoint.rename(hidden)
+        _remove(hidden)
 
 
 def _complete_ones(paths: Iterable[Path]) -> list[Path]:
