@@ -63,6 +63,7 @@ def main() -> None:
     """Train, evaluate, report."""
     arguments = parse_arguments()
     settings = read_settings(arguments.config, stage=arguments.stage, steps=arguments.steps, seed=arguments.seed)
+    os.environ.setdefault("ZERO_SHARD_REPORT_DIR", f"{arguments.out}/failures")  # what each rank did when one fails
     with joined(timeout_s=settings.train.timeout_s) as ranks:
         run = build(settings, ranks, Path(arguments.out))
         first_step = resume(run) if arguments.resume or must_go_on(run) else start(run)

@@ -14,7 +14,13 @@ _DOCS = Path(__file__).parent.parent / "docs"
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # torch's own functions, without a group
 @pytest.mark.parametrize(
     ("page", "num_snippets"),
-    [("checkpoint-format.md", 6), ("checkpoints.md", 3), ("plan.md", 2), ("monitor.md", 2), ("when-it-goes-wrong.md", 1)],
+    [
+        ("checkpoint-format.md", 6),
+        ("checkpoints.md", 3),
+        ("plan.md", 2),
+        ("monitor.md", 2),
+        ("when-it-goes-wrong.md", 1),
+    ],
 )
 def test_snippets_run(page: str, num_snippets: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

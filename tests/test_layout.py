@@ -209,6 +209,8 @@ _ORDER = [
     ["gathering", "construction", "copying", "agreement", "promises", "state", "tables", "uneven_inputs"],
     ["clipping", "skipping", "tenure"],
     ["held_state", "gradient_watch"],
+    ["failure_text"],
+    ["failure_report"],
     ["update"],
     ["rehearsal.memory", "rehearsal.skeleton", "rehearsal.run", "rehearsal.auto", "rehearsal"],
     ["adamw"],

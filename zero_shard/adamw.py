@@ -20,6 +20,7 @@ from zero_shard.collectives import Communicator, ProcessGroup, Ranks
 from zero_shard.config import ZeroConfig, load_config, with_shard_size
 from zero_shard.construction import Builder, check_amsgrad
 from zero_shard.copying import copy_bucket
+from zero_shard.failure_report import begin as begin_reports
 from zero_shard.gradient_watch import GradientWatch
 from zero_shard.groups import pack_groups
 from zero_shard.held_state import HeldState
@@ -88,6 +89,7 @@ class AdamW(torch.optim.AdamW):
     ) -> None:
         self._is_built, self._why_stage = False, ""
         communicator = Communicator(process_group)
+        reporter = None if communicator.is_rehearsing else begin_reports()
 
         def build() -> dict[str, str]:
             self.config: ZeroConfig = with_shard_size(load_config(config), communicator.shard_size)
@@ -117,6 +119,8 @@ class AdamW(torch.optim.AdamW):
             communicator.agree_on_number()
             self._builder.build(self.param_groups)
             self._start()
+        if reporter is not None:
+            reporter.optimizers.add(self)
 
     # ---- construction --------------------------------------------------------------------------------------
 

@@ -346,16 +346,21 @@ class Bucket:
 
     def held_nbytes(self) -> int:
         """Bytes of model state that this rank holds in the bucket right now."""
-        held = self.full.untyped_storage().nbytes() + (self.shard.nbytes if self.owns_shard else 0)
-        for tensor in (
-            self.grad,
-            self.partial,
-            self.low,
-            self.seen.last_shard,
-            *(getattr(self, name) for name in (*STATE_NAMES, *SCALE_NAMES)),
-        ):
-            held += 0 if tensor is None else tensor.nbytes
-        return held
+        return sum(self.held_by_kind().values())
+
+    def held_by_kind(self) -> dict[str, int]:
+        """Bytes that this rank holds in the bucket right now, of each kind of model state."""
+        moments = [getattr(self, name) for name in (*STATE_NAMES, *SCALE_NAMES)]
+        return {
+            "parameters": self.full.untyped_storage().nbytes() + (self.shard.nbytes if self.owns_shard else 0),
+            "gradients": _nbytes(self.grad, self.partial),
+            "moments": _nbytes(*moments),
+            "masters": _nbytes(self.low, self.seen.last_shard),
+        }
+
+
+def _nbytes(*tensors: Tensor | None) -> int:
+    return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
 
 def in_memory(tensor: Tensor, stride: Sequence[int]) -> Tensor:

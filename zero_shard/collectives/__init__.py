@@ -2,7 +2,7 @@
 
 from zero_shard.collectives.agreements import Agreements
 from zero_shard.collectives.communicator import Communicator
-from zero_shard.collectives.groups import ProcessGroup, Ranks, name_of_host
+from zero_shard.collectives.groups import ProcessGroup, Ranks, World, name_of_host, world
 from zero_shard.collectives.pending import DRAIN, Hop, Pending, Received, default_rank
 
 __all__ = [
@@ -14,6 +14,8 @@ __all__ = [
     "ProcessGroup",
     "Ranks",
     "Received",
+    "World",
     "default_rank",
     "name_of_host",
+    "world",
 ]

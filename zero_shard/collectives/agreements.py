@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zero_shard.collectives.groups import ProcessGroup, background_group, rank_in, timeout_of
-from zero_shard.collectives.pending import Pending, announce, peer_missing, start
+from zero_shard.collectives.pending import Pending, announce, peer_missing, start, with_report
 from zero_shard.fake_group import FakeGroup
 from zero_shard.phases import Phase
 from zero_shard.roll_call import RollCall
@@ -51,8 +51,11 @@ class Agreements:
             RuntimeError: Some rank has not come in time, by number: well before the collectives give up.
         """
         if self.control is not None:
-            with Phase("wait", f"all ranks at {label}"):
-                self._roll_call.take(label, _ROLL_CALL_SHARE * timeout_of(self.control).total_seconds())
+            try:
+                with Phase("wait", f"all ranks at {label}"):
+                    self._roll_call.take(label, _ROLL_CALL_SHARE * timeout_of(self.control).total_seconds())
+            except RuntimeError as error:
+                raise RuntimeError(with_report(str(error))) from error.__cause__
 
     def in_background(self) -> Agreements:
         """Return the same for another thread. All ranks call; the first time blocks."""
@@ -64,7 +67,7 @@ class Agreements:
         """Return the elementwise "min", "max" or "sum" of a small CPU tensor over all ranks; blocks. All call."""
         if self.num_ranks == 1:
             return values
-        announce(label)
+        announce(label, values.nbytes)
         self.sent_nbytes += 2 * values.numel() * values.element_size() * (self.num_ranks - 1) // self.num_ranks
         reduce_op = {"min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX, "sum": dist.ReduceOp.SUM}[op]
         work = start(label, dist.all_reduce, values, op=reduce_op, group=self.control, async_op=True)

@@ -65,6 +65,7 @@ class Communicator(Agreements):
         num_inner_hops: How many of them are inside the shard group.
         sent_nbytes, sent_across_nbytes: By this rank since the last step; of them to ranks on other hosts.
         sent_in_step: The same from the last step but one to the last step.
+        num_steps: That are over.
     Raises:
         ValueError: This rank is not among them, or a mesh has other dimensions.
         RuntimeError: A launcher has started several processes, but there is no process group.
@@ -91,6 +92,7 @@ class Communicator(Agreements):
         self.num_inner_hops = 0
         self.sent_across_nbytes = 0
         self.sent_in_step = (0, 0)
+        self.num_steps = 0
         self.number = self._next_number()
         self._native_devices = {device for device, backend in backends(process_group).items() if backend == "nccl"}
 
@@ -168,12 +170,14 @@ class Communicator(Agreements):
         copied.number = self._next_number()
         copied.end_step()
         copied.end_step()
+        copied.num_steps = 0
         return copied
 
     def end_step(self) -> None:
         """Note that a step is over; the next one counts from zero. Local."""
         self.sent_in_step = (self.sent_nbytes, self.sent_across_nbytes)
         self.sent_nbytes = self.sent_across_nbytes = 0
+        self.num_steps += 1
 
     def _next_number(self) -> int:
         """Number the optimizers on one group in the order in which this rank made them."""
@@ -213,7 +217,7 @@ class Communicator(Agreements):
         Returns:
             Slices of N / W elements in the dtype of ``full``, and the handle.
         """
-        announce(label)
+        announce(label, full.nbytes)
         numel = full.numel() // hop.num_ranks
         self._count(hop, numel * full.element_size())
         if full.device.type in self._native_devices:
@@ -239,7 +243,7 @@ class Communicator(Agreements):
         """
         if hop.num_ranks == 1:
             return Pending(label)
-        announce(label)
+        announce(label, full.nbytes)
         if not hop.levels:
             return self._gather(hop, full, tag, label)
         inside, across = hop.levels
@@ -275,7 +279,7 @@ class Communicator(Agreements):
         """Overwrite ``tensor`` on all ranks with that of rank 0; blocks. All ranks call."""
         if self.num_ranks == 1 or tensor.numel() == 0:
             return
-        announce(label)
+        announce(label, tensor.nbytes)
         if self.rank == 0:
             self.sent_nbytes += tensor.numel() * tensor.element_size()
         Pending(label, [start(label, dist.broadcast, tensor, group=self.group, group_src=0, async_op=True)]).wait()
@@ -287,7 +291,7 @@ class Communicator(Agreements):
         """
         if self.num_ranks == 1:
             return values.view(1, -1)
-        announce(label)
+        announce(label, values.nbytes)
         self.sent_nbytes += values.nbytes * (self.num_ranks - 1)
         is_native = values.device.type in self._native_devices
         sent = values if is_native or values.is_meta else values.cpu()

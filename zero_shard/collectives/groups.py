@@ -6,7 +6,7 @@ import os
 import socket
 import weakref
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,28 @@ def backends(group: ProcessGroup | None) -> dict[str, str]:
         return group.backends
     pairs = (entry.partition(":") for entry in dist.get_backend_config(group).split(","))
     return {device: backend for device, _, backend in pairs}
+
+
+class World(NamedTuple):
+    """The default group, or this process alone.
+
+    Attributes:
+        store: Of the group; None without one, or where torch does not tell.
+    """
+
+    group: ProcessGroup | None
+    rank: int
+    num_ranks: int
+    store: Any
+
+
+def world() -> World:
+    """Return the group of all processes. Local."""
+    if not dist.is_initialized():
+        return World(None, 0, 1, None)
+    group = dist.group.WORLD
+    get_store = getattr(group, "get_group_store", None)
+    return World(group, dist.get_rank(), dist.get_world_size(), get_store() if get_store is not None else None)
 
 
 def rank_in(group: ProcessGroup | None) -> int:

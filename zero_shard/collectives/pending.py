@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -20,7 +23,33 @@ before_collective: Callable[[str], None] | None = None
 # Called before and after a wait of the device and not of the host; a monitor sets it to put marks into the stream.
 around_native_wait: Callable[[], None] | None = None
 
+# Called with what has gone wrong when a peer is missing; returns what to add to the text of the error.
+on_failure: Callable[[str], str] | None = None
+
 DRAIN = "zero_shard drain"  # name of threads
+
+
+_NUM_RECENT = 64
+
+
+class Begun(NamedTuple):
+    """A collective that this rank has begun.
+
+    Attributes:
+        number: Counts all collectives of this process.
+        time_s: `time.perf_counter` at its beginning.
+        nbytes: Of the tensor, on this rank; 0 where something else goes over the wire.
+    """
+
+    number: int
+    time_s: float
+    label: str
+    nbytes: int
+
+
+recent_collectives: deque[Begun] = deque(maxlen=_NUM_RECENT)
+"""Those that were begun last, oldest first."""
+_numbers = itertools.count()
 
 
 class Hop(NamedTuple):
@@ -160,8 +189,9 @@ def _drain(works: Sequence[Any], tensors: Sequence[Tensor]) -> None:
             work.wait()
 
 
-def announce(label: str) -> None:
-    """Call the hook before a collective."""
+def announce(label: str, nbytes: int = 0) -> None:
+    """Note that a collective begins, of a tensor of so many bytes, and call the hook before it."""
+    recent_collectives.append(Begun(next(_numbers), perf_counter(), label, nbytes))
     if before_collective is not None:
         before_collective(label)
 
@@ -177,11 +207,17 @@ def start(label: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> An
 def peer_missing(label: str, error: Exception, missing: str = "") -> RuntimeError:
     """Return the error that says what this rank was waiting for, and who is missing as far as that is known."""
     lines = str(error).strip().splitlines() or [repr(error)]
-    return RuntimeError(
+    text = (
         f"zero_shard: rank {default_rank()} was waiting for {label}, but {f'{missing}; ' if missing else ''}a peer "
         f"failed or did not take part ({lines[0]}). "
         "Look at the first error on the other ranks: all ranks must run the same backward, step, save and gather calls."
     )
+    return RuntimeError(with_report(text))
+
+
+def with_report(text: str) -> str:
+    """Return the text of an error, with where to find what every rank was doing."""
+    return text if on_failure is None else text + on_failure(text)
 
 
 def default_rank() -> int:
