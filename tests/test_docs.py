@@ -16,7 +16,7 @@ _DOCS = Path(__file__).parent.parent / "docs"
     ("page", "num_snippets"),
     [
         ("checkpoint-format.md", 6),
-        ("checkpoints.md", 3),
+        ("checkpoints.md", 4),
         ("plan.md", 2),
         ("monitor.md", 2),
         ("when-it-goes-wrong.md", 1),

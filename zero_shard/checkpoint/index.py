@@ -4,7 +4,7 @@
 "optim": {"state.<name>.exp_avg": ..., "param_groups.<name>.lr": ...}  with flatten_optimizer_state_dict=True
 "optim": {"state": {0: {...}}, "param_groups": [{"params": [0], ...}]} of a plain optimizer's state_dict
 {"app": {"model": ..., "optim": ...}}                                  all of it one level down
-{<name>: ...}                                                          a model's state dict alone
+{<name>: ...}                                                          a model's state dict alone, safetensors
 """
 
 from __future__ import annotations
@@ -48,6 +48,9 @@ class Index:
         self._groups: dict[int, dict[str, str]] = {}
         self._flat_groups: dict[str, dict[str, str]] = {}
         self._numbered: dict[int, str] = {}
+        if reader.has_weights_only:
+            self.weights = {key: key for key in self._entries}
+            return
         paths = metadata.planner_data or {}
         prefix = "model." if self.is_ours else _model_prefix(self._entries, names)
         above = prefix.removesuffix("model.")  # of a tree that lies within another

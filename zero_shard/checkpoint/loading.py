@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,9 @@ from zero_shard.adamw import AdamW
 from zero_shard.averaging import ExponentialMovingAverage
 from zero_shard.buffers import STATE_NAMES
 from zero_shard.checkpoint.contents import Names, holders, is_stateful
-from zero_shard.checkpoint.directory import MANIFEST, Directory, latest_checkpoint
+from zero_shard.checkpoint.directory import MANIFEST
 from zero_shard.checkpoint.index import Index
+from zero_shard.checkpoint.opening import Source, opened, reader_of
 from zero_shard.checkpoint.parts import LoadPlanner, Sink
 from zero_shard.checkpoint.places import average_part, change, live_part, reset_low, there, write_masters
 from zero_shard.checkpoint.random_states import set_random_states
@@ -30,8 +30,6 @@ from zero_shard.masters import note_weights
 from zero_shard.number_formats import join_masters
 from zero_shard.stages.slots import GradSlot
 from zero_shard.state import clear_state
-
-_TRIES = 20
 
 
 def load(
@@ -46,10 +44,12 @@ def load(
     """Read a checkpoint of any stage and world size into model and optimizer. All ranks must call; blocks.
 
     Without an optimizer only weights and buffers are read, and a model that no zero_shard.AdamW trains needs no other
-    rank. Reads what zero_shard, FSDP2 and others write with ``torch.distributed.checkpoint``. No code is run.
+    rank. Reads what zero_shard, FSDP2 and others write with ``torch.distributed.checkpoint``, and the safetensors of
+    pretrained models, which are weights alone. Each rank reads its own part, no code is run.
 
     Args:
-        path: Of a checkpoint, or of a directory of checkpoints: the complete one that was written last is taken.
+        path: Of a checkpoint, or of a directory of checkpoints: the complete one that was written last is taken. Or of
+            a safetensors file, or a directory with one, or with several and their index.
         verify: Compare every byte with the manifest first, each rank a share; False: names, shapes and lengths only.
         random_states: Let the random number generators go on as at the save, where this rank took part in it.
         into: Objects that were saved under these keys (a scheduler, an `ExponentialMovingAverage`), to be loaded into.
@@ -68,13 +68,13 @@ def load(
     ranks = held[0].ranks if held else Agreements(None, None)
     label = f"loading {os.fspath(path)}"
     ranks.roll_call(label)
-    with _opened(Path(path), ranks, label) as directory:
+    with opened(Path(path), ranks, label) as source:
         with ranks.errors_on_all_ranks(label):
             if verify:
-                directory.verify(ranks.rank, ranks.num_ranks)
-        with Reader(directory.open_file) as reader:
+                source.verify(ranks.rank, ranks.num_ranks)
+        with reader_of(source) as reader:
             with ranks.errors_on_all_ranks(label):
-                job = _Job(module, optimizer, reader, directory)
+                job = _Job(module, optimizer, reader, source)
                 job.check(into)
             with ranks.errors_on_all_ranks(label):
                 job.set_extra_states()
@@ -85,44 +85,16 @@ def load(
                 return job.finish(into)
 
 
-@contextmanager
-def _opened(path: Path, ranks: Agreements, label: str) -> Iterator[Directory]:
-    """Hold the same version of a checkpoint open on all ranks, while savers may replace it."""
-    for _ in range(_TRIES):
-        with ranks.errors_on_all_ranks(label):
-            chosen = _chosen(path) if ranks.rank == 0 else path
-        chosen = Path(ranks.gather_objects(str(chosen), label)[0])
-        with ExitStack() as stack:
-            with ranks.errors_on_all_ranks(label):
-                directory = stack.enter_context(Directory(chosen))
-            if len(set(ranks.gather_objects(directory.id, label))) == 1:
-                yield directory
-                return
-    raise RuntimeError(f"{path} is replaced faster than {ranks.num_ranks} ranks can open it; load a name that stays")
-
-
-def _chosen(path: Path) -> Path:
-    """Return the checkpoint itself, or the last one in a directory of checkpoints."""
-    try:
-        Directory(path).close()
-    except FileNotFoundError:
-        found = latest_checkpoint(path)
-        if found is None:
-            raise
-        return Path(os.path.realpath(found))
-    return Path(os.path.realpath(path))
-
-
 class _Job:
     """One load on this rank: checked, then read, then made visible."""
 
-    def __init__(self, module: nn.Module, optimizer: AdamW | None, reader: Reader, directory: Directory) -> None:
+    def __init__(self, module: nn.Module, optimizer: AdamW | None, reader: Reader, source: Source) -> None:
         self._module, self._optimizer, self._reader = module, optimizer, reader
         self._names = Names(module)
         self._metadata: Metadata = reader.read_metadata()
         self._index = Index(self._metadata, reader, self._names.everything(), self._names.first_of_tied())
-        if self._index.is_ours and not directory.manifest["files"]:
-            raise FileNotFoundError(f"{directory.path / MANIFEST} is missing: the checkpoint is damaged")
+        if self._index.is_ours and not source.manifest["files"]:
+            raise FileNotFoundError(f"{source.path / MANIFEST} is missing: the checkpoint is damaged")
         self._holders = holders(module)
         self._slots = [slot for held in self._holders for slot in held.slots if slot.param in self._names.of_param]
         self._own_buckets = set() if optimizer is None else set(optimizer.held.buckets)

@@ -74,7 +74,7 @@ class _FileView(io.RawIOBase):
         return read
 
 
-class _Record(NamedTuple):
+class Record(NamedTuple):
     """Where the numbers of a stored tensor lie in its file, row-major."""
 
     start: int
@@ -87,13 +87,17 @@ class Reader(StorageReader):
 
     Args:
         open_file: Opens a file of the directory by its name; the caller closes what it returns.
+    Attributes:
+        has_weights_only: Keys are the names of a model's state dict, and there is nothing else.
     """
+
+    has_weights_only = False
 
     def __init__(self, open_file: Callable[[str], int]) -> None:
         self._open_file = open_file
         self._places: dict[MetadataIndex, Any] = {}
         self._fds: dict[str, int] = {}
-        self._records: dict[tuple[str, int], _Record | None] = {}
+        self._records: dict[tuple[str, int], Record | None] = {}
         self._values: dict[tuple[str, int], Any] = {}
 
     def __enter__(self) -> Reader:
@@ -193,10 +197,14 @@ class Reader(StorageReader):
 
     def _read_whole(self, item: ReadItem, target: Tensor) -> None:
         """Read the stored tensor and copy the part that is wanted."""
-        piece = torch.load(self._view(self._places[item.storage_index]), map_location="cpu", weights_only=True)
+        piece = self._load_stored(item.storage_index)
         for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
             piece = piece.narrow(dim, start, length)
         target.copy_(piece)
+
+    def _load_stored(self, index: MetadataIndex) -> Tensor:
+        stored: Tensor = torch.load(self._view(self._places[index]), map_location="cpu", weights_only=True)
+        return stored
 
     def _read_run(self, item: ReadItem, target: Tensor) -> bool:
         """Read straight into place what is one run of the file; return False where it is not."""
@@ -212,16 +220,16 @@ class Reader(StorageReader):
         position = record.start + start * record.dtype.itemsize
         flat = target.view(-1)
         if target.dtype == record.dtype and target.device.type == "cpu":
-            _read_into(fd, position, flat)
+            read_into(fd, position, flat)
             return True
         room = torch.empty(min(len(flat), _PIECE_NBYTES // record.dtype.itemsize), dtype=record.dtype)
         for piece in flat.split(max(1, len(room))):
-            _read_into(fd, position, room[: len(piece)])
+            read_into(fd, position, room[: len(piece)])
             piece.copy_(room[: len(piece)])
             position += len(piece) * record.dtype.itemsize
         return True
 
-    def _record(self, index: MetadataIndex) -> _Record | None:
+    def _record(self, index: MetadataIndex) -> Record | None:
         place = self._places[index]
         key = (place.relative_path, place.offset)
         if key not in self._records:
@@ -254,7 +262,7 @@ def reason_of(error: Exception) -> str:
     return found[1].strip() if found else text.splitlines()[0]
 
 
-def _read_into(fd: int, position: int, target: Tensor) -> None:
+def read_into(fd: int, position: int, target: Tensor) -> None:
     """Fill a contiguous CPU tensor from a file."""
     view = memoryview((ctypes.c_char * target.nbytes).from_address(target.data_ptr())).cast("B")
     start = 0
@@ -281,7 +289,7 @@ class _HeaderUnpickler(pickle.Unpickler):
         return pid
 
 
-def _find_record(view: BinaryIO, offset: int) -> _Record | None:
+def _find_record(view: BinaryIO, offset: int) -> Record | None:
     """Return where the numbers of one stored tensor lie; None if they don't lie in row-major order."""
     with zipfile.ZipFile(view) as archive:
         (data,) = (info for info in archive.infolist() if "/data/" in info.filename and info.filename.endswith("/0"))
@@ -295,7 +303,7 @@ def _find_record(view: BinaryIO, offset: int) -> _Record | None:
         return None
     view.seek(data.header_offset + _NAME_LENGTH_AT)
     name_length, extra_length = struct.unpack("<HH", view.read(4))
-    return _Record(offset + data.header_offset + _LOCAL_HEADER_NBYTES + name_length + extra_length, dtype, shape)
+    return Record(offset + data.header_offset + _LOCAL_HEADER_NBYTES + name_length + extra_length, dtype, shape)
 
 
 _RECORDS = {

@@ -25,7 +25,7 @@ from torch import Tensor
 
 _ALIGNMENT_NBYTES = 64  # of storages in torch's archives, for who maps them
 _EARLIEST = (1980, 1, 1, 0, 0, 0)  # that a zip archive can name: files of equal contents have equal bytes
-_SAFETENSORS_DTYPES = {
+SAFETENSORS_DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
@@ -85,10 +85,10 @@ def write_safetensors(path: Path, tensors: Mapping[str, Streamed]) -> None:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     start = 0
     for name, each in ordered:
-        if each.dtype not in _SAFETENSORS_DTYPES:
+        if each.dtype not in SAFETENSORS_DTYPES:
             raise NotImplementedError(f"safetensors has no {each.dtype}, which {name} is of; export it as torch")
         place = [start, start := start + each.nbytes]
-        header[name] = {"dtype": _SAFETENSORS_DTYPES[each.dtype], "shape": list(each.shape), "data_offsets": place}
+        header[name] = {"dtype": SAFETENSORS_DTYPES[each.dtype], "shape": list(each.shape), "data_offsets": place}
     content = json.dumps(header).encode()
     content += b" " * (-len(content) % 8)
     with open(path, "xb") as file:
