@@ -235,6 +235,7 @@ _ORDER = [
     ["checkpoint.command"],
     ["checkpoint.background"],
     ["checkpoint", "rollback"],
+    ["integrations", "integrations.lightning"],
     ["planning.links", "planning.models", "planning.result", "planning"],
     ["planning.chart", "planning.sources"],
     ["planning.command"],
