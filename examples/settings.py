@@ -27,6 +27,7 @@ class TrainConfig:
 
     steps: int = 220
     batch: int = 16
+    accumulate: int = 1
     lr: float = 2e-3
     warmup_steps: int = 20
     weight_decay: float = 0.1
@@ -41,7 +42,7 @@ class TrainConfig:
     timeout_s: float = 60.0
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch", "checkpoint_every", "log_every", "held_out_windows"):
+        for name in ("steps", "batch", "accumulate", "checkpoint_every", "log_every", "held_out_windows"):
             if getattr(self, name) < 1:
                 raise ValueError(f"[train] {name} must be at least 1, got {getattr(self, name)}")
         if not self.sample_prompt:

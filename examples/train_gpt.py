@@ -19,6 +19,7 @@ import os
 import shutil
 import sys
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -116,6 +117,11 @@ def build(settings: Settings, ranks: Ranks, out: Path) -> Run:
     batch, rank, world_size = settings.train.batch, ranks.rank, ranks.world_size
     if batch < world_size:
         raise ValueError(f"[train] batch must be at least the number of ranks, {world_size}, got {batch}")
+    if batch // world_size < settings.train.accumulate:
+        raise ValueError(
+            f"[train] accumulate must be at most the rows of a rank, {batch // world_size}, "
+            f"got {settings.train.accumulate}"
+        )
     rows = range(rank * batch // world_size, (rank + 1) * batch // world_size)
     return Run(
         settings=settings,
@@ -235,12 +241,17 @@ def take_step(run: Run, step: int) -> tuple[Tensor, Tensor]:
         group["lr"] = learning_rate(config, step)
     # Here and not after step(), so that the report at the end finds the gradients still there.
     optimizer.zero_grad()
-    # Weighted, so that the mean over ranks is the mean over the batch where it does not divide evenly.
-    loss = next_byte_loss(run.model, windows.to(ranks.device)) * (len(run.rows) * ranks.world_size / config.batch)
-    loss.backward()
+    total = torch.zeros((), device=ranks.device)
+    micro_batches = windows.to(ranks.device).tensor_split(config.accumulate)
+    for number, micro_batch in enumerate(micro_batches, 1):
+        # Weighted, so that the mean over ranks is the mean over the batch where it does not divide evenly.
+        loss = next_byte_loss(run.model, micro_batch) * (len(micro_batch) * ranks.world_size / config.batch)
+        with nullcontext() if number == len(micro_batches) else optimizer.no_sync():
+            loss.backward()
+        total += loss.detach()
     grad_norm = optimizer.clip_grad_norm_(config.max_grad_norm)
     optimizer.step()
-    return loss.detach(), grad_norm
+    return total, grad_norm
 
 
 class Meter:

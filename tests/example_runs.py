@@ -8,6 +8,7 @@ import io
 import os
 import socket
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -30,7 +31,7 @@ def run_main(name: str, *arguments: str, num_ranks: int = 2) -> str:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    printed: list[str] = ranks.run(num_ranks, _main, name, arguments, port, limit_s=120)
+    printed: list[str] = ranks.run(num_ranks, _main, name, arguments, port, limit_s=240)
     assert not any(printed[1:]), "only rank 0 prints"
     return printed[0]
 
@@ -39,8 +40,9 @@ def _main(name: str, arguments: tuple[str, ...], port: int) -> str:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     dist.destroy_process_group()
     environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
-    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GROUP_RANK": 0, "TORCHELASTIC_RUN_ID": "test"}
     printed = io.StringIO()
+    warnings.filterwarnings("ignore", module="lightning")  # its advice is no error; the task's filters end with it
     with (
         mock.patch.dict(os.environ, {key: str(value) for key, value in environment.items()}),
         mock.patch.object(sys, "argv", [name, *arguments]),

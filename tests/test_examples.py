@@ -13,7 +13,12 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import pytest
+import ranks
 import torch
+import torch.distributed as dist
+from example_runs import example
+
+import zero_shard
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 NUM_RANKS = 2
@@ -182,6 +187,7 @@ def _import(name: str) -> ModuleType:
     [
         ("[train]\nstep = 3", "unknown key of \\[train\\].*'step', expected one like 'steps'"),
         ("[modle]\nwidth = 8", "unknown table.*'modle', expected one like 'model'"),
+        ("[train]\naccumulate = 0", "accumulate must be at least 1, got 0"),
         ("[train]\nsteps = 0", "steps must be at least 1, got 0"),
         ("[model]\nwidth = 30", "width must be a multiple of num_heads=4, got 30"),
     ],
@@ -232,3 +238,31 @@ def test_run_that_rolls_back_ends_with_every_step_logged_once(tmp_path: Path) ->
     steps = [entry["step"] for entry in outcome.history() if "train_loss" in entry]
     assert steps == sorted(set(steps)) and steps[-1] == 30
     assert sorted(path.name for path in outcome.out.glob("checkpoint-*"))[-1] == "checkpoint-000030"
+
+
+def _one_step(root: Path, accumulate: int, stage: int) -> tuple[int, float, float, dict[str, torch.Tensor]]:
+    """Number of backwards, this rank's loss, gradient norm and weights of a step of the example."""
+    module, path = example("train_gpt"), root / f"{accumulate} {stage} {dist.get_rank()}.toml"
+    path.write_text(TINY.replace("batch = 8", f"batch = 8\naccumulate = {accumulate}"))
+    settings = module.read_settings(path, stage=stage, steps=None, seed=None)
+    peers = module.Ranks(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
+    run, calls = module.build(settings, peers, root), []
+    run.model.register_forward_hook(lambda *_: calls.append(1))
+    loss, norm = module.take_step(run, 0)
+    return len(calls), loss.item(), norm.item(), zero_shard.full_state_dict(run.model)
+
+
+def _accumulate(root: Path) -> None:
+    _, loss, norm, _ = _one_step(root, 1, 2)
+    num_calls, accumulated_loss, accumulated_norm, weights = _one_step(root, 2, 2)
+    assert num_calls == 2
+    assert accumulated_loss == pytest.approx(loss, rel=1e-5)
+    assert accumulated_norm == pytest.approx(norm, rel=1e-5)
+    *_, other = _one_step(root, 2, 3)
+    assert all(torch.equal(weights[name], other[name]) for name in weights), "equal bits at another stage"
+    with pytest.raises(ValueError, match="accumulate must be at most the rows of a rank, 4, got 5"):
+        _one_step(root, 5, 2)
+
+
+def test_accumulation_is_the_same_step_in_parts(tmp_path: Path) -> None:
+    ranks.run(NUM_RANKS, _accumulate, tmp_path, limit_s=120)
