@@ -283,6 +283,19 @@ class _Adapted(nn.Module):
         return self.head(self.layers(x))
 
 
+class _FrozenBetween(_Body):
+    """The root's own unit has a trainable last layer and, between it and the blocks, a frozen one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.head = (nn.Linear(5, 5, dtype=_F64) for _ in range(2))
+        for param in (self.scale, *self.norm.parameters()):
+            param.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.norm(super().forward(x))))
+
+
 class _Checkpointed(_Body):
     def __init__(self, use_reentrant: bool) -> None:
         super().__init__()
@@ -345,6 +358,7 @@ _CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, int, int],
     "tied": (_Tied, _simple),
     "adapter": (_Adapted, _simple),
     "adapter, input needs a gradient": (_Adapted, _needing_input_grad),
+    "frozen between trainable ones": (_FrozenBetween, _simple),
     "double forward": (_Body, _double_forward),
     "double forward of tied": (_Tied, _double_forward),
     "submodule": (_Body, _submodule),

@@ -269,7 +269,9 @@ class ParameterSharding(Layer):
             unit.is_in_backward, unit.awaits_backward = True, False
             # With create_graph the nodes of a second backward will need the weights, and nothing tells when.
             unit.is_stuck |= torch.is_grad_enabled()
-            if has_inputs:
+            # Nothing tells when a frozen parameter has been used for the last time before the inputs do, and where no
+            # input needs a gradient, the end of backward. The unit's own gradients may all come earlier.
+            if has_inputs or unit.has_frozen:
                 unit.open_calls.add(number)
             self._make_whole(unit)
 

@@ -61,6 +61,11 @@ class Unit:
         """Whether a parameter of the unit takes a gradient."""
         return any(param.requires_grad for param in self.params)
 
+    @property
+    def has_frozen(self) -> bool:
+        """Whether a parameter of the unit takes no gradient."""
+        return not all(param.requires_grad for param in self.params)
+
     def count_changes(self) -> int:
         """Return a number that grows with every change of a parameter in place."""
         return sum(param._version for param in self.params)
