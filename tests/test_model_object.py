@@ -126,6 +126,7 @@ def test_autograd_refuses_weights_that_have_been_released() -> None:
 def _convert_to_the_same(model: nn.Module, optimizer: zero_shard.AdamW) -> None:
     model.to("cpu").to(_F64).double().cpu()
     model.to(device="cpu", dtype=_F64, non_blocking=True)
+    model.to("cpu:1").to(device=torch.device("cpu", 1))  # accelerate's name for the CPU of rank 1
     model.train().eval().train()
 
 

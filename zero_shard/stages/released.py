@@ -137,7 +137,14 @@ def _ask_for(params: Sequence[ReleasedParameter]) -> bool:
 def _changes_nothing(convert: Any, param: nn.Parameter, *args: Any, **kwargs: Any) -> bool:
     """Whether a parameter already has the dtype and device that it is to be converted to."""
     probe = torch.empty(0, dtype=param.dtype, device=param.device)
-    return convert(probe, *args, **kwargs) is probe
+    named = {name: _without_cpu_index(value) for name, value in kwargs.items()}
+    return convert(probe, *map(_without_cpu_index, args), **named) is probe
+
+
+def _without_cpu_index(value: Any) -> Any:
+    """Return "cpu" for "cpu:1", as accelerate calls the CPU of rank 1: torch copies, though the device is the same."""
+    is_cpu = isinstance(value, (str, torch.device)) and torch.device(value).type == "cpu"
+    return torch.device("cpu") if is_cpu else value
 
 
 def _is_edit(func: Any) -> bool:
