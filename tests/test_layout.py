@@ -235,7 +235,6 @@ _ORDER = [
     ["checkpoint.command"],
     ["checkpoint.background"],
     ["checkpoint", "rollback"],
-    ["integrations", "integrations.lightning"],
     ["planning.links", "planning.models", "planning.result", "planning"],
     ["planning.chart", "planning.sources"],
     ["planning.command"],
@@ -244,6 +243,8 @@ _ORDER = [
     ["reporting.page"],
     ["reporting"],
     ["reporting.command"],
+    ["integrations", "integrations.accelerate", "integrations.lightning"],
+    ["integrations.transformers"],
     [""],
     ["doctor"],
     ["cli"],
@@ -293,6 +294,12 @@ def test_imports_go_one_way() -> None:
         for name in free:
             assert name not in imports[name], f"{name} imports itself"
             del pending[name]
+
+
+def test_other_libraries_are_not_imported_with_the_package() -> None:
+    for name, path in _FILES.items():
+        if not name.startswith("integrations"):
+            assert not any(each.startswith("integrations") for each in _imports(path)), f"{name} imports an integration"
 
 
 @pytest.mark.parametrize(

@@ -1,1 +1,1 @@
-"""Trainers and loops of other libraries. ``import zero_shard`` imports nothing of it; each file needs its library."""
+"""Trainers and loops of other libraries; each file needs its library, and ``import zero_shard`` imports none."""
