@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import zero_shard
 from zero_shard import doctor
 from zero_shard.checkpoint import command as ckpt
+from zero_shard.interchange import command as import_config
 from zero_shard.planning import command as plan_command
 from zero_shard.reporting import command as report_command
 
@@ -27,6 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ckpt.register(commands)
     plan_command.register(commands)
     report_command.register(commands)
+    import_config.register(commands)
     given = parser.parse_args(arguments)
     code: int = given.run(given)
     return code
