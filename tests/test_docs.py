@@ -1,33 +1,72 @@
-"""Every Python snippet of these pages runs, in order, in one process, warnings being errors."""
+"""Every block of Python in these pages runs, page by page, in order, in one process; warnings are errors.
+
+What a reader need not see comes before a block as ``<!-- run first ... -->``. A block that one process can't run is
+marked ``<!-- compiled only: why -->``, and is compiled.
+"""
 
 from __future__ import annotations
 
+import argparse
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-_DOCS = Path(__file__).parent.parent / "docs"
+from zero_shard.cli import make_parser
+
+_ROOT = Path(__file__).parent.parent
+_PAGES = {
+    str(path.relative_to(_ROOT)): path.read_text(encoding="utf-8")
+    for path in [_ROOT / "README.md", *sorted((_ROOT / "docs").rglob("*.md"))]
+}
+_BLOCK = re.compile(
+    r"^<!-- run first\n(?P<hidden>.*?)^-->$"
+    r"|(?P<mark>^<!-- compiled only: [^\n]+ -->\n+)?^```python[^\n]*\n(?P<shown>.*?)^```$",
+    re.MULTILINE | re.DOTALL,
+)
+# Names that the one block of this page takes for granted; a comment in it would be seen on PyPI.
+_BEFORE = {
+    "README.md": "import torch\nclass model(torch.nn.Linear):\n    def forward(self, batch):\n"
+    "        return super().forward(batch).sum()\nmodel, loader = model(4, 4), [torch.ones(2, 4)]\n"
+}
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # torch's own functions, without a group
-@pytest.mark.parametrize(
-    ("page", "num_snippets"),
-    [
-        ("checkpoint-format.md", 6),
-        ("checkpoints.md", 4),
-        ("plan.md", 2),
-        ("monitor.md", 2),
-        ("when-it-goes-wrong.md", 1),
-    ],
-)
-def test_snippets_run(page: str, num_snippets: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # when torch imports files of its own
+@pytest.mark.parametrize("page", [page for page, text in _PAGES.items() if "```python" in text])
+def test_blocks_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    snippets = re.findall(
-        r"^```python\n(.*?)^```", (_DOCS / page).read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
-    )
-    assert len(snippets) == num_snippets
+    blocks = list(_BLOCK.finditer(_PAGES[page]))
+    assert sum(block["shown"] is not None for block in blocks) == _PAGES[page].count("```python"), "blocks are seen"
     names: dict[str, Any] = {}
-    for number, snippet in enumerate(snippets):
-        exec(compile(snippet, f"{page}, snippet {number}", "exec"), names)
+    exec(_BEFORE.get(page, ""), names)
+    for block in blocks:
+        line = _PAGES[page].count("\n", 0, block.start("hidden" if block["shown"] is None else "shown"))
+        code = compile("\n" * line + (block["shown"] or block["hidden"]), page, "exec")  # errors name the page's line
+        if not block["mark"]:
+            exec(code, names)
+
+
+def _commands() -> list[tuple[str, str]]:
+    """Return what the pages call ``zero-shard`` with; of choices the first, and what is optional, too."""
+    found = []
+    for page, text in _PAGES.items():
+        for block in re.findall(r"^```[a-z]*\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+            found += [(page, line) for line in re.findall(r"^(?:\$ )?zero-shard ([^#\n]*)", block, re.MULTILINE)]
+    return found
+
+
+def test_commands_parse(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(parser: argparse.ArgumentParser, message: str) -> None:
+        raise ValueError(message)
+
+    monkeypatch.setattr(argparse.ArgumentParser, "error", fail)
+    commands = _commands()
+    assert len(commands) > 10
+    for page, command in commands:
+        try:
+            make_parser().parse_args(shlex.split(re.sub(r"[][]|[|]\S+", " ", command)))
+        except ValueError as error:
+            pytest.fail(f"{page}: zero-shard {command}: {error}")

@@ -13,8 +13,8 @@ from zero_shard.planning import command as plan_command
 from zero_shard.reporting import command as report_command
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a subcommand and return its exit code."""
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser, whose result's ``run`` is the subcommand."""
     parser = argparse.ArgumentParser(prog="zero-shard", description=zero_shard.__doc__)
     parser.add_argument("--version", action="version", version=f"zero_shard {zero_shard.__version__}")
     commands = parser.add_subparsers(required=True, metavar="command")
@@ -29,6 +29,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     plan_command.register(commands)
     report_command.register(commands)
     import_config.register(commands)
-    given = parser.parse_args(arguments)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a subcommand and return its exit code."""
+    given = make_parser().parse_args(arguments)
     code: int = given.run(given)
     return code
