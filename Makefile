@@ -3,11 +3,13 @@
 #   make train [STAGE=0..3] [NPROC=2] [STEPS=n] [ARGS="--resume --out runs/gpt ..."]
 #   make test  [ARGS="-k layout -x"]
 #
+# Beside them `make docs` builds the documentation site, into site/.
+#
 # PYTHON names the interpreter (3.10 or newer) that the environment is made from.
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup train test lint cuda-check cuda-build clean distclean
+.PHONY: help setup train test docs lint cuda-check cuda-build clean distclean
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -23,6 +25,7 @@ SOURCES := setup.py pyproject.toml $(shell find csrc -type f 2>/dev/null)
 help:
 	@echo 'make train       train the example GPT (STAGE=0..3 NPROC=2 STEPS=n ARGS="--resume")'
 	@echo 'make test        run every test (ARGS="-k name")'
+	@echo 'make docs        build the documentation site into site/; warnings are errors'
 	@echo 'make lint        ruff and mypy'
 	@echo 'make cuda-check  compile the CUDA sources; needs no GPU'
 	@echo 'make cuda-build  build and import the extension against a CUDA build of torch; needs no GPU'
@@ -54,6 +57,13 @@ train: setup
 test: setup
 	@$(BIN)/python -m pytest $(ARGS)
 
+$(VENV)/.docs: requirements-docs.txt | $(VENV)/.requirements
+	@$(PIP) install --requirement requirements-docs.txt
+	@touch $@
+
+docs: setup $(VENV)/.docs
+	@$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going docs site
+
 lint: setup
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
@@ -66,7 +76,7 @@ cuda-build:
 	@PYTHON="$(PYTHON)" .ci/cuda_build.sh
 
 clean:
-	rm -rf build dist *.egg-info zero_shard/*.so zero_shard/_build.json .pytest_cache .mypy_cache .ruff_cache .hypothesis $(VENV)/.built
+	rm -rf build dist site *.egg-info zero_shard/*.so zero_shard/_build.json .pytest_cache .mypy_cache .ruff_cache .hypothesis $(VENV)/.built
 	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +
 
 distclean: clean

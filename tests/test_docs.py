@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import runpy
 import shlex
 from pathlib import Path
 from typing import Any
@@ -70,3 +71,18 @@ def test_commands_parse(monkeypatch: pytest.MonkeyPatch) -> None:
             make_parser().parse_args(shlex.split(re.sub(r"[][]|[|]\S+", " ", command)))
         except ValueError as error:
             pytest.fail(f"{page}: zero-shard {command}: {error}")
+
+
+def test_pictures_are_those_that_the_script_draws() -> None:
+    pictures = runpy.run_path(str(_ROOT / "docs" / "diagrams.py"))["PICTURES"]
+    assert len(pictures) == 4
+    for name, draw in pictures.items():
+        path = _ROOT / "docs" / "img" / f"{name}.svg"
+        assert path.read_text(encoding="utf-8") == draw().svg(), f"{path} is old; run python docs/diagrams.py"
+
+
+def test_links_lead_to_files() -> None:
+    """Where sphinx is installed, `make docs` looks at anchors, too."""
+    for page, text in _PAGES.items():
+        for target in re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", text):
+            assert ((_ROOT / page).parent / target).exists(), f"{page} links to {target}"
