@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Callable, Iterator
@@ -173,6 +174,18 @@ def test_differences_in_meaning_are_told() -> None:
     assert "lr=args.learning_rate" in imported.script
     assert "init_scale=65536.0, growth_interval=1000" in imported.script
     assert "num_micro_batches = 2" in imported.script
+
+
+def test_what_the_trainer_fills_in_is_told() -> None:
+    given = {
+        "bf16": {"enabled": "auto"},
+        "fp16": {"hysteresis": 2},
+        "zero_optimization": {"reduce_bucket_size": "auto"},
+    }
+    notes = "\n".join(import_config(given).notes)
+    assert 'bf16=True, add param_dtype = "bfloat16"' in notes
+    assert 'zero_optimization.reduce_bucket_size = "auto"' in notes
+    assert "hysteresis" not in notes, "fp16 is not enabled"
 
 
 # --- the script ---
@@ -399,6 +412,47 @@ def test_a_file_is_never_replaced_or_half_written(
     assert cli.main(["import-config", str(source), "--out", str(tmp_path / "new.toml")]) == 2
     _check_refusal(capsys, ["No space left"])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ds.json", "made.toml"]
+
+
+_ODD = [
+    *(
+        None,
+        True,
+        False,
+        0,
+        1,
+        2,
+        -1,
+        1.5,
+        1e300,
+        10**400,
+        math.inf,
+        math.nan,
+        "",
+        "x",
+        "auto",
+        "bf16",
+        "AdamW",
+        "Optimizer",
+    ),
+    *([], [1, 2], ["a"], {}, {"enabled": True}, {"lr": [1]}, {"betas": ["a", "b"]}, {"step_size": [1]}),
+]
+
+
+def test_odd_values_are_taken_or_refused() -> None:
+    num_taken = 0
+    for key, value in itertools.product(sorted(KEYS), _ODD):
+        section, _, name = key.rpartition(".")
+        given: dict[str, Any] = {"zero_optimization": {"stage": 3}}
+        (given.setdefault(section, {}) if section else given)[name] = value
+        try:
+            imported = import_config(given)
+        except ValueError as error:
+            assert name in str(error) or section in str(error)
+        else:
+            compile(imported.script, "the script", "exec")
+            num_taken += 1
+    assert num_taken > 1000
 
 
 def _check_refusal(capsys: pytest.CaptureFixture[str], parts: list[str]) -> None:

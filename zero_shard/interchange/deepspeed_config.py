@@ -90,6 +90,9 @@ def _stage(reading: Reading) -> tuple[int, str]:
 
 def _precision(reading: Reading) -> dict[str, tuple[Any, str]]:
     """What weights, masters and moments are stored in."""
+    for name, dtype in (("bf16", "bfloat16"), ("fp16", "float16")):
+        if reading.is_auto(f"{name}.enabled"):
+            reading.notes.append(f'if the Trainer of transformers was given {name}=True, add param_dtype = "{dtype}"')
     is_bf16, is_fp16 = (reading.get(f"{name}.enabled", bool, False) for name in ("bf16", "fp16"))
     if is_bf16 and is_fp16:
         raise ValueError("bf16.enabled and fp16.enabled are both true; keep one of them")

@@ -28,11 +28,11 @@ class Reading:
     values: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
-    def get(self, key: str, kind: type, default: Any, lower: float | None = None) -> Any:
+    def get(self, key: str, kind: type, default: Any, lower: float | None = None, upper: float = 2.0**53) -> Any:
         """Return a value of a kind; the default if the key is absent, null or "auto" (which is noted).
 
         Raises:
-            ValueError: It is of another kind, or below ``lower``.
+            ValueError: It is of another kind, or outside of ``lower`` to ``upper``.
         """
         value = self.values.get(key)
         if value is None:
@@ -40,12 +40,13 @@ class Reading:
         if value == AUTO:
             self.notes.append(f'{key} = "auto" is for the Trainer of transformers to fill in; {self._said(default)}')
             return default
-        is_right = isinstance(value, kind) and not (isinstance(value, bool) and kind is not bool)
-        if kind in (int, float) and isinstance(value, (int, float)) and not isinstance(value, bool):
-            is_right = kind is float or float(value).is_integer()
-        bound = "" if lower is None else f" of at least {lower:g}"
-        if not is_right or (lower is not None and not lower <= value < float("inf")):
-            raise ValueError(f"{key} must be {_KINDS[kind]}{bound}, got {json.dumps(value)}")
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        is_right = is_number if kind in (int, float) else isinstance(value, kind)
+        if is_number and is_right:
+            is_right = (-upper if lower is None else lower) <= value <= upper and (kind is float or value % 1 == 0)
+        if not is_right:
+            bound = "" if lower is None else f" of at least {lower:g}"
+            raise ValueError(f"{key} must be {_KINDS[kind]}{bound}, got {json.dumps(value)[:60]}")
         return int(value) if kind is int else value
 
     def is_auto(self, key: str) -> bool:
@@ -89,7 +90,7 @@ def read_keys(content: Mapping[str, Any]) -> Reading:
         if key in reading.values:
             raise ValueError(f"{given} and another name of it are both set; keep one of them")
         reading.values[key] = value
-        if not _asks(key, value):
+        if not _asks(key, value) or (key not in REFUSED and _is_off(content, key)):
             continue
         if key in REFUSED:
             refused.append(f"{given}: {REFUSED[key]}")
@@ -147,6 +148,13 @@ def _asks(key: str, value: Any) -> bool:
     if key in ("sequence_parallel_size", "data_parallel_size"):
         return bool(value != 1)
     return value is not None and value is not False and value != AUTO
+
+
+def _is_off(content: Mapping[str, Any], key: str) -> bool:
+    """Whether a key is in a section that is not enabled."""
+    section = key.rpartition(".")[0]
+    tables = [table for name, table in content.items() if ALIASES.get(name, name) == section]
+    return f"{section}.enabled" in KEYS and all(table.get("enabled") is not True for table in tables)
 
 
 def _without_twins(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:

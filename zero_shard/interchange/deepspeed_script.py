@@ -94,7 +94,7 @@ def _optimizer(reading: Reading, out: str) -> tuple[list[str], str]:
         reading.notes.append(f"weight_decay is not set: DeepSpeed's default is {values['weight_decay']:g}, ours 0.01")
     texts = [f"{key}={_number(f'optimizer.params.{key}', key, value)}" for key, value in values.items()]
     texts += [f"{key}=True" for key in ("amsgrad", "maximize") if _switch(given, key, False)]
-    lines = ["optimizer = zero_shard.AdamW(", f"    model.parameters(), {', '.join(texts)},", f"    {end},", ")"]
+    lines = ["optimizer = zero_shard.AdamW(", *(f"    {text}," for text in ("model.parameters()", *texts, end)), ")"]
     return lines, _number("optimizer.params.lr", "lr", values["lr"])
 
 
@@ -211,7 +211,7 @@ def _batches(reading: Reading) -> int:
 
 def _scaler(reading: Reading) -> str:
     scale = reading.get("fp16.loss_scale", float, 0.0, lower=0)
-    power = reading.get("fp16.initial_scale_power", int, 16)
+    power = reading.get("fp16.initial_scale_power", int, 16, lower=0, upper=127)
     window = reading.get("fp16.loss_scale_window", int, 1000, lower=1)
     if scale:
         reading.notes.append("fp16.loss_scale is static in DeepSpeed; GradScaler halves it when a step overflows")
