@@ -13,8 +13,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from browser import CHROMIUM, Browser
+from torch import nn
 
+import zero_shard
 from zero_shard import cli
 from zero_shard.reporting.reader import RunLog
 from zero_shard.reporting.thinning import thin_run
@@ -290,6 +293,25 @@ def test_only_what_the_log_has_is_drawn(run: Run, browser: Browser, tmp_path: Pa
     assert "no positive value here" in browser.ask("document.querySelector('svg').textContent")
     assert browser.ask("document.documentElement.scrollWidth") <= 360, "a narrow screen needs no scrolling sideways"
     assert browser.console == []
+
+
+def test_the_log_of_a_monitor_is_read_whole(run: Run, tmp_path: Path) -> None:
+    model = nn.Linear(4, 4)
+    optimizer = zero_shard.AdamW(model.parameters(), module=model, config={"stage": 2})
+    with zero_shard.Monitor(optimizer, "small", tokens_per_step=8, console=False) as monitor:
+        for step in range(4):
+            loss = model(torch.ones(2, 4)).sum() * (math.nan if step == 2 else 1.0)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            monitor.log(loss=loss)
+    code, out, err = run("small/run.jsonl")
+    assert (code, out, err) == (0, "report.html: 4 steps of small/run.jsonl\n", "")
+    log = RunLog(Path("small/run.jsonl"))
+    assert all(len(column) == 4 for column in log.series.values())
+    missing = {key for key, column in log.series.items() if np.isnan(column).all()}
+    assert not missing, "the monitor writes every key that the report knows"
+    assert log.num_events["nonfinite"] >= 1 and np.isinf(log.series["loss"][2])
 
 
 # --- what can't be used ---
