@@ -210,7 +210,6 @@ def train(run: Run, first_step: int, last_step: int) -> None:
                 loss, grad_norm = take_step(run, step)
                 back = rollback.check(step + 1, loss, grad_norm)
                 if back is not None:
-                    ranks.say(f"back to step {back.step} after {back.reason}")
                     step = back.step
                     forget_after(run, step)
                     meter.restart()
