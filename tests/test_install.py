@@ -1,4 +1,4 @@
-"""Installing where there is no CUDA, no nvcc, no compiler, or no torch.
+"""Installing where there is no CUDA, no nvcc, no compiler, or no torch; and what an import costs.
 
 Source: deepspeedai/DeepSpeed issues #6636 and #537: the installation fails for want of a CUDA toolkit.
 """
@@ -204,3 +204,25 @@ def test_torch_is_found_through_build_isolation(tmp_path: Path) -> None:
     result = environment.run(str(environment.python), "-c", code, PYTHONPATH=str(overlay))
     assert result.returncode == 0, result.stderr
     assert Path(result.stdout.strip()) == environment.packages / "torch"
+
+
+# What `import zero_shard` brings in beside torch and NumPy.
+IMPORT = """
+import sys
+import numpy, torch
+before = set(sys.modules)
+import zero_shard
+print(*(name for name in sys.modules if name not in before))
+assert "save" in dir(zero_shard) and "torch.distributed.checkpoint" not in sys.modules
+from zero_shard import load
+assert zero_shard.checkpoint.load is load and zero_shard.load is load
+assert not hasattr(zero_shard, "sav")
+"""
+
+
+def test_import_brings_in_nothing_heavy() -> None:
+    """Checkpoints' engine, with sympy, FSDP and DTensor behind it, would be 700 modules and as long as torch itself."""
+    done = subprocess.run([sys.executable, "-c", IMPORT], cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    brought = [name for name in done.stdout.split() if name.split(".")[0] != "zero_shard"]
+    assert {name.split(".")[0] for name in brought} - sys.stdlib_module_names <= {"torch"}
+    assert len(brought) <= 20, brought
