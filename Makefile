@@ -9,13 +9,14 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup train test docs lint cuda-check cuda-build clean distclean
+.PHONY: help setup train test docs lint wheel compat cuda-check cuda-build clean distclean
 
 PYTHON ?= python3
 VENV ?= .venv
 NPROC ?= 2
 STAGE ?=
 STEPS ?=
+TORCH ?= 2.10.0
 ARGS ?=
 
 BIN := $(VENV)/bin
@@ -27,6 +28,8 @@ help:
 	@echo 'make test        run every test (ARGS="-k name")'
 	@echo 'make docs        build the documentation site into site/; warnings are errors'
 	@echo 'make lint        ruff and mypy'
+	@echo 'make wheel       the wheel and the source distribution, in dist/'
+	@echo 'make compat      test another interpreter and torch (PYTHON=python3.13 TORCH=2.14.1 ARGS=...)'
 	@echo 'make cuda-check  compile the CUDA sources; needs no GPU'
 	@echo 'make cuda-build  build and import the extension against a CUDA build of torch; needs no GPU'
 	@echo 'make clean       remove what was built; make distclean: the environments, too'
@@ -68,6 +71,13 @@ lint: setup
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
+
+# With CUDA kernels where VENV has a CUDA build of torch, and nvcc is there. A part that cannot be built is an error.
+wheel: setup
+	@PYTHON="$(CURDIR)/$(BIN)/python" .ci/wheel.sh
+
+compat:
+	@PYTHON="$(PYTHON)" TORCH="$(TORCH)" .ci/compat.sh $(ARGS)
 
 cuda-check: setup
 	@PYTHON="$(CURDIR)/$(BIN)/python" VENV=.venv-nvcc .ci/cuda_compile.sh

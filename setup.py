@@ -21,6 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 from setuptools.errors import BaseError, CCompilerError
 
@@ -60,11 +61,17 @@ def find_torch():
     raise Missing("torch was not found when zero_shard was installed")
 
 
-def find_cuda(info):
-    """Return nvcc and the toolkit that it says it belongs to; it may be a wrapper script outside of it."""
+def find_cuda():
+    """Return torch's directory, nvcc, the toolkit that nvcc says it belongs to, and its release.
+
+    nvcc may be a wrapper outside of the toolkit. The last place looked at is where the extra `cuda` puts it.
+    """
+    torch_dir, info = find_torch()
     torch_text = f"torch {info['__version__']} was built for CUDA {info['cuda']}".replace("CUDA None", "no CUDA")
-    toolkit_bin = os.path.join(os.environ.get("CUDA_HOME", ""), "bin")
-    nvcc = os.environ.get("CUDACXX") or shutil.which("nvcc") or shutil.which("nvcc", path=toolkit_bin)
+    major = (info["cuda"] or "").split(".")[0]
+    nvcc = os.environ.get("CUDACXX") or shutil.which("nvcc")
+    for toolkit in (os.environ.get("CUDA_HOME", ""), torch_dir.parent / "nvidia" / f"cu{major}"):
+        nvcc = nvcc or shutil.which("nvcc", path=os.path.join(toolkit, "bin"))
     if not nvcc:
         raise Missing(f"no nvcc was found, and {torch_text}")
     try:
@@ -73,14 +80,19 @@ def find_cuda(info):
     except OSError as error:
         raise Missing(f"{nvcc} does not run ({error}), and {torch_text}") from None
     release = re.search(r"release (\d+)\.(\d+)", version)
-    if not release or release[1] != (info["cuda"] or "").split(".")[0]:
+    if not release or release[1] != major:
         raise Missing(f"nvcc is {release[0] if release else 'of unknown version'}, but {torch_text}")
     top = re.search(r"^#\$ TOP=(.+)$", dryrun, re.MULTILINE)
-    return nvcc, Path(top[1]).resolve() if top else Path(nvcc).resolve().parent.parent
+    toolkit = Path(top[1]).resolve() if top else Path(nvcc).resolve().parent.parent
+    return torch_dir, nvcc, toolkit, f"{release[1]}.{release[2]}"
 
 
 class BuildKernels(build_ext):
-    """Build zero_shard/_C.so. It is no Python module: the stable ABI serves every Python and later torch."""
+    """Build zero_shard/_C.so and _C_cuda.so.
+
+    They are no Python modules, and the stable ABI serves every Python and later torch. There are two, because the
+    second one loads only where torch was built for CUDA.
+    """
 
     def get_ext_filename(self, fullname):
         """Return the name without a Python tag."""
@@ -91,16 +103,19 @@ class BuildKernels(build_ext):
         self.is_in_source = bool(self.inplace or self.editable_mode)
         super().run()
 
-    def build_extension(self, ext):
+    def build_extensions(self):
         """Build what can be, and leave the reasons for the rest in _build.json, for zero_shard/ops.py."""
-        target = Path(self.get_ext_fullpath(ext.name))
-        package_dirs = [target.parent] + [ROOT / "zero_shard"] * self.is_in_source
+        targets = [Path(self.get_ext_fullpath(ext.name)) for ext in self.extensions]
+        package_dirs = [targets[0].parent] + [ROOT / "zero_shard"] * self.is_in_source
         for package_dir in package_dirs:  # an earlier build's library must not outlive a failure
-            (package_dir / "_C.so").unlink(missing_ok=True)
+            for target in targets:
+                (package_dir / target.name).unlink(missing_ok=True)
         notes = {}
-        self.attempt("cpu", notes, self.build_library, target, notes)
-        if "cpu" in notes:
-            notes["cuda"] = notes["cpu"]
+        cuda = self.attempt("cuda", notes, find_cuda)  # first, to stop at once where it was asked for in vain
+        checks = self.attempt("cpu", notes, self.build_cpu, targets[0])
+        if cuda:
+            *tools, notes["cuda_release"] = cuda
+            self.attempt("cuda", notes, self.build_cuda, targets[1], checks, *tools)
         for package_dir in package_dirs:
             package_dir.mkdir(parents=True, exist_ok=True)
             (package_dir / "_build.json").write_text(json.dumps(notes) + "\n", encoding="utf-8")
@@ -119,15 +134,9 @@ class BuildKernels(build_ext):
                 sys.exit(f"zero_shard: {variable}=1, but that part cannot be built: {reason}")
             notes[part] = reason
             print(f"zero_shard: no compiled {part} kernels ({reason}); the slower path is used", file=sys.stderr)
-            return []
 
-    def build_library(self, target, notes):
-        """Compile both parts and link them into one library."""
-        torch_dir, info = find_torch()
-        cuda_objects = self.attempt("cuda", notes, self.compile_cuda, torch_dir, info)
-        objects = [*self.compile_cpu(torch_dir), *cuda_objects]
-        # No rpath: Torch's libraries are in memory when this one is loaded.
-        libraries = ["torch", "torch_cpu", "c10"] + ["torch_cuda"] * bool(cuda_objects)
+    def link(self, objects, target, torch_dir, libraries):
+        """Link one library. No rpath: torch's libraries are in memory when it is loaded."""
         directories = [str(torch_dir / "lib")]
         self.compiler.link_shared_object(objects, str(target), None, libraries, directories, target_lang="c++")
 
@@ -137,20 +146,27 @@ class BuildKernels(build_ext):
         output_dir = os.path.join(self.build_temp, name)
         return self.compiler.compile([source], output_dir, macros, extra_postargs=flags)[0]
 
-    def compile_cpu(self, torch_dir):
-        """Compile the loops once for each instruction set, their dispatch, and the registration."""
+    def build_cpu(self, target):
+        """Compile the loops once for each instruction set, their dispatch, and the registration.
+
+        Returns the objects of the checks, which both libraries hold.
+        """
+        torch_dir, _ = find_torch()
         is_x86 = platform.machine().lower() in ("x86_64", "amd64")
         jobs = [("cpu", "csrc/cpu/dispatch.cpp", [("ZERO_SHARD_HAS_X86_LOOPS", "1")] * is_x86, [])]
         for name, flags in {"scalar": [], **(X86_LOOPS if is_x86 else {})}.items():
             jobs.append((name, "csrc/cpu/loops.cpp", [("ZERO_SHARD_ISA", name)], [*LOOP_FLAGS, *flags]))
-        for source in ("csrc/checker.cpp", "csrc/register.cpp", "csrc/register_cpu.cpp"):
-            jobs.append(("cpu", source, MACROS, [f"-isystem{torch_dir / 'include'}"]))
+        for name in ("schemas", "register_cpu", "checker", "register"):
+            jobs.append(("cpu", f"csrc/{name}.cpp", MACROS, [f"-isystem{torch_dir / 'include'}"]))
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            return list(pool.map(lambda job: self.compile_one(*job), jobs))
+            objects = list(pool.map(lambda job: self.compile_one(*job), jobs))
+        self.link(objects, target, torch_dir, ["torch", "torch_cpu", "c10"])
+        return objects[-2:]
 
-    def compile_cuda(self, torch_dir, info):
+    def build_cuda(self, target, checks, torch_dir, nvcc, toolkit):
         """Compile the kernels and their registration; the CUDA runtime is linked as torch's own will be."""
-        nvcc, toolkit = find_cuda(info)
+        if not checks:
+            raise Missing("it needs the part for the CPU")
         runtimes = [path for lib in ("lib64", "lib") for path in (toolkit / lib).glob("libcudart.so*")]
         if not runtimes:
             raise Missing(f"there is no libcudart.so in {toolkit}")
@@ -165,10 +181,20 @@ class BuildKernels(build_ext):
             command = [nvcc, *NVCC_FLAGS, *flags, "-c", str(source), "-o", objects[-1]]
             if subprocess.run(command).returncode != 0:
                 raise Missing(f"{nvcc} failed on {source}")
-        return [*objects, str(runtimes[0])]
+        libraries = ["torch", "torch_cpu", "torch_cuda", "c10"]
+        self.link([*checks, *objects, str(runtimes[0])], target, torch_dir, libraries)
+
+
+class BuildWheel(bdist_wheel):
+    """One wheel for a platform."""
+
+    def get_tag(self):
+        """Return the tag: any Python 3, any ABI of Python's."""
+        return "py3", "none", super().get_tag()[2]
 
 
 if __name__ == "__main__":
     sources = [str(path.relative_to(ROOT)) for path in sorted(ROOT.glob("csrc/**/*.cpp"))]
-    extension = Extension("zero_shard._C", sources, optional=True)  # the package is complete without it
-    setup(ext_modules=[extension], cmdclass={"build_ext": BuildKernels})
+    # The package is complete without them.
+    libraries = [Extension(f"zero_shard.{name}", sources, optional=True) for name in ("_C", "_C_cuda")]
+    setup(ext_modules=libraries, cmdclass={"build_ext": BuildKernels, "bdist_wheel": BuildWheel})

@@ -34,4 +34,5 @@ for name in ("flatten_", "unflatten_", "reduce_slices_", "sum_squares_", "sum_pa
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key(f"zero_shard::{name}", "CUDA")
     print(f"zero_shard::{name}: CUDA kernel {'registered' if has_kernel else 'MISSING'}")
     assert has_kernel, name
+assert ops.missing_reason("cuda") is None, "those kernels are the twins"
 PYTHON

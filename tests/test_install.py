@@ -1,4 +1,4 @@
-"""Installing where there is no CUDA, no nvcc, no compiler, or no torch; and what an import costs.
+"""Installing where there is no CUDA, no nvcc, no compiler, or no torch; the wheel; what an import costs.
 
 Source: deepspeedai/DeepSpeed issues #6636 and #537: the installation fails for want of a CUDA toolkit.
 """
@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import venv
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -114,21 +117,56 @@ def stub_nvcc(directory: Path) -> str:
     return f"{directory}:/usr/bin:/bin"
 
 
-@pytest.mark.skipif(shutil.which("g++", path="/usr/bin:/bin") is None, reason="no C++ compiler")
-def test_install_with_compiler_and_an_unfit_nvcc(tmp_path: Path) -> None:
-    """The CPU part is built; the CUDA part is left out, unless it was asked for."""
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel that comes of the source distribution, with a compiler and an unfit nvcc."""
+    if shutil.which("g++", path="/usr/bin:/bin") is None:
+        pytest.skip("no C++ compiler")
+    root = tmp_path_factory.mktemp("wheel")
+    environment = Environment(root)
+    code = f"from setuptools import build_meta; build_meta.build_sdist({str(root)!r})"
+    command = f"cd {environment.source} && {environment.python} -c {code!r}"
+    result = environment.run("/bin/sh", "-c", command)
+    assert result.returncode == 0, result.stdout + result.stderr
+    (archive,) = root.glob("*.tar.gz")
+    options = ("--no-index", "--no-deps", "--no-build-isolation", "--wheel-dir", str(root))
+    result = environment.pip("wheel", *options, str(archive), PATH=stub_nvcc(root / "bin"), ZERO_SHARD_CPU="1")
+    assert result.returncode == 0, result.stdout + result.stderr
+    (built,) = root.glob("*.whl")
+    return built
+
+
+def test_the_wheel_serves_every_python_and_needs_no_compiler(wheel: Path, tmp_path: Path) -> None:
     environment = Environment(tmp_path)
-    path = stub_nvcc(tmp_path / "bin")
-    result = environment.install(PATH=path)
+    no_tools = {"PATH": str(tmp_path), "CC": "/bin/false", "CXX": "/bin/false"}
+    result = environment.pip("install", "--no-index", "--no-deps", str(wheel), **no_tools)
     assert result.returncode == 0, result.stdout + result.stderr
     kernels, *log = environment.first_step()
     assert "cpu: native" in kernels
     assert log == []
-    assert "release 9.0" in environment.notes()["cuda"]
+    assert "release 9.0" in environment.notes()["cuda"], "the part for CUDA is left out"
+    assert re.fullmatch(r"zero_shard-[\d.]+-py3-none-linux_\w+\.whl", wheel.name)
     report = environment.site_packages / "zero_shard" / "reporting"
     assert {path.suffix for path in report.glob("page.*")} == {".py", ".html", ".css", ".js"}
 
-    asked = environment.install(PATH=path, ZERO_SHARD_CUDA="1")
+
+def test_what_the_wheel_and_the_source_distribution_hold(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+        (metadata,) = (archive.read(name).decode() for name in names if name.endswith("METADATA"))
+    assert {"zero_shard/py.typed", "zero_shard/_build.json", "zero_shard/_C.so"} <= names
+    assert {name.split("/")[0].split("-")[0] for name in names} == {"zero_shard"}
+    assert {"cuda", "bench"} <= set(re.findall(r"^Provides-Extra: (\w+)$", metadata, re.MULTILINE))
+    (source,) = wheel.parent.glob("*.tar.gz")
+    with tarfile.open(source) as archive:
+        held = {name.split("/", 1)[1] for name in archive.getnames() if "/" in name}
+    needed = {str(path.relative_to(REPOSITORY)) for path in (REPOSITORY / "csrc").rglob("*") if path.is_file()}
+    assert needed | {"setup.py", "pyproject.toml", "LICENSE", "README.md", "zero_shard/py.typed"} <= held
+
+
+def test_a_part_that_was_asked_for_stops_the_installation(tmp_path: Path) -> None:
+    environment = Environment(tmp_path)
+    asked = environment.install(PATH=stub_nvcc(tmp_path / "bin"), ZERO_SHARD_CUDA="1")
     text = asked.stdout + asked.stderr
     assert asked.returncode != 0
     assert "ZERO_SHARD_CUDA=1" in text

@@ -140,6 +140,15 @@ def test_a_library_of_another_version_is_not_used(monkeypatch: pytest.MonkeyPatc
         assert reason.endswith("was built from another version: it has no added_later_; build it again")
 
 
+def test_kernels_for_another_release_of_cuda_are_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    assert ops._unfit_cuda({}) is ops._unfit_cuda({"cuda_release": "12.4"}) is None
+    reason = ops._unfit_cuda({"cuda_release": "13.0"})
+    assert reason == f"the kernels were built for CUDA 13.0, but torch {torch.__version__} for CUDA 12.8"
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert ops._unfit_cuda({}) == f"torch {torch.__version__} was built for no CUDA"
+
+
 @needs_native
 def test_the_environment_narrows_the_instruction_set() -> None:
     code = "from zero_shard import ops; print(ops.instruction_set())"

@@ -36,7 +36,7 @@ _OP_NAMES = Kernels._fields[1:]
 
 
 def _build_notes() -> dict[str, str]:
-    """Return what the installation wrote down about parts that it left out: {"cpu": why, "cuda": why}."""
+    """Return what the build wrote down: why it left out "cpu" or "cuda", and the "cuda_release" that it was for."""
     try:
         notes: dict[str, str] = json.loads((_PACKAGE_DIR / "_build.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -44,29 +44,46 @@ def _build_notes() -> dict[str, str]:
     return notes
 
 
+def _load_library(name: str, reason: str | None) -> str | None:
+    """Load a library of the package; return why that is not possible, in the words of ``reason`` if it is not there."""
+    path = _PACKAGE_DIR / name
+    if not path.exists():
+        return reason or "the extension was not built (python setup.py build_ext --inplace builds it)"
+    try:
+        torch.ops.load_library(str(path))
+    except (OSError, RuntimeError) as error:
+        return f"{name} does not load: {error}"
+    return None
+
+
+def _unfit_cuda(notes: dict[str, str]) -> str | None:
+    """Return why the library for CUDA is not for this torch, or None. Two releases of the CUDA runtime don't mix."""
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} was built for no CUDA"
+    built_for = notes.get("cuda_release", torch.version.cuda)
+    if built_for.split(".")[0] != torch.version.cuda.split(".")[0]:
+        torch_text = f"torch {torch.__version__} for CUDA {torch.version.cuda}"
+        return f"the kernels were built for CUDA {built_for}, but {torch_text}"
+    return None
+
+
 def _load() -> dict[str, str]:
     """Load the extension; return, for each device without compiled kernels, the reason."""
     notes = _build_notes()
-    libraries = sorted(_PACKAGE_DIR.glob("_C*.so"))
-    if not libraries:
-        reason = notes.get("cpu", "the extension was not built (python setup.py build_ext --inplace builds it)")
-        return {"cpu": reason, "cuda": reason}
-    try:
-        torch.ops.load_library(str(libraries[0]))
-    except (OSError, RuntimeError) as error:
-        reason = f"{libraries[0].name} does not load: {error}"
-        return {"cpu": reason, "cuda": reason}
+    reason = _load_library("_C.so", notes.get("cpu"))
     unknown = [name for name in _OP_NAMES if not hasattr(torch.ops.zero_shard, name)]
-    if unknown:
-        reason = f"{libraries[0].name} was built from another version: it has no {', '.join(unknown)}; build it again"
+    if unknown and not reason:
+        reason = f"_C.so was built from another version: it has no {', '.join(unknown)}; build it again"
+    if reason:
         return {"cpu": reason, "cuda": reason}
     for name in _OP_NAMES:
         torch.library.register_fake(f"zero_shard::{name}", lambda *args, **kwargs: None)
-    if torch._C._dispatch_has_kernel_for_dispatch_key("zero_shard::adamw_", "CUDA"):
+    reason = _unfit_cuda(notes) or _load_library("_C_cuda.so", notes.get("cuda"))
+    if not reason:
         return {}
     for name in _OP_NAMES:
         torch.library.register_kernel(f"zero_shard::{name}", "cuda", _cuda_twin(name))
-    return {"cuda": notes.get("cuda", "the extension was built without CUDA")}
+    return {"cuda": reason}
 
 
 def _cuda_twin(name: str) -> Callable[..., None]:
