@@ -14,6 +14,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
+from example_runs import run_main
 from oracle import Snapshot, Tolerance, assert_snapshots_close, plain_snapshot, sharded_snapshot
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -253,6 +254,18 @@ def _load_file_of_ddp(root: Path) -> None:
 
 def test_goes_on_from_a_file_of_ddp(tmp_path: Path) -> None:
     ranks.run(2, _load_file_of_ddp, tmp_path, limit_s=120)
+
+
+# ---- the example ----------------------------------------------------------------------------------------------------
+
+
+def test_the_example_runs_and_goes_on_at_another_stage(tmp_path: Path) -> None:
+    pytest.importorskip("sklearn", reason="examples/lightning_digits.py needs scikit-learn")
+    first = run_main("lightning_digits", "--out", str(tmp_path), "--epochs", "1")
+    second = run_main("lightning_digits", "--out", str(tmp_path), "--epochs", "2", "--stage", "1", "--resume")
+    assert "held-out digits after epoch 1:" in first
+    assert "held-out digits after epoch 2:" in second
+    assert (tmp_path / "last.ckpt" / "manifest.json").is_file()
 
 
 # ---- models and refusals --------------------------------------------------------------------------------------------
