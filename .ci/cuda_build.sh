@@ -30,7 +30,7 @@ import torch
 from zero_shard import ops
 
 print(f"torch {torch.__version__}; {ops.describe()}")
-for name in ("flatten_", "unflatten_", "reduce_slices_", "sum_squares_", "sum_pairs_", "adamw_"):
+for name in ("flatten_", "unflatten_", "quantize_", "reduce_slices_", "sum_squares_", "sum_pairs_", "adamw_"):
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key(f"zero_shard::{name}", "CUDA")
     print(f"zero_shard::{name}: CUDA kernel {'registered' if has_kernel else 'MISSING'}")
     assert has_kernel, name

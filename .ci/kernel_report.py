@@ -23,6 +23,9 @@ WIDE_ACCESSES = {
     r"adamw_kernel.*PlainWeightIfEEfLb1": (4 + 5, 3 + 4),  # without amsgrad, and with it
     r"adamw_blocks_kernel.*PlainWeightIfE": (4, 2),  # two vectors of param and grad
     r"reduce_kernelIff": (4, 2),
+    r"reduce_kernelIf.*Quantized": (2, 2),  # codes are read four at a time: blocks of 260 bytes
+    r"quantize_kernelIf": (2, 0),  # and written so
+    r"quantize_kernel": (0, 0),
     r"sum_squares_kernel": (1, 0),
     r"add_partials_kernel|sum_pairs_kernel": (0, 0),  # they read the few numbers that the others have left
 }

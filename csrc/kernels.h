@@ -61,6 +61,14 @@ struct SumArgs {
   double* partials;  // [tiles + S, 2]
 };
 
+// From values to blocks of the wire. See Note [Wire blocks].
+struct QuantizeArgs {
+  void* wire;
+  const void* values;
+  int64_t numel;  // a multiple of a block
+  DType dtype;    // of the values
+};
+
 struct ReduceArgs {
   void* out;
   const void* slices;  // of all ranks, in rank order; without that of own_rank where own is given
@@ -68,20 +76,20 @@ struct ReduceArgs {
   int64_t own_rank;
   int64_t world_size;
   int64_t numel;
-  DType slice_dtype;
+  DType slice_dtype;  // kInt8: blocks of the wire
   int64_t divisor;
   bool is_accumulate;
   SumArgs sum;
 };
 
-// The slice of a rank.
+// The slice of a rank, of so many elements of its type.
 template <class Slice>
-ZERO_SHARD_INLINE const Slice* slice_of(const ReduceArgs& args, int64_t rank) {
+ZERO_SHARD_INLINE const Slice* slice_of(const ReduceArgs& args, int64_t rank, int64_t length) {
   const bool has_own = args.own != nullptr;
   if (has_own && rank == args.own_rank) {
     return static_cast<const Slice*>(args.own);
   }
-  return static_cast<const Slice*>(args.slices) + (rank - (has_own && rank > args.own_rank ? 1 : 0)) * args.numel;
+  return static_cast<const Slice*>(args.slices) + (rank - (has_own && rank > args.own_rank ? 1 : 0)) * length;
 }
 
 struct SumSquaresArgs {

@@ -6,6 +6,7 @@
 #include "adamw_math.h"
 #include "block_codec.h"
 #include "checker.h"
+#include "wire_codec.h"
 
 namespace zero_shard {
 namespace {
@@ -219,16 +220,36 @@ AdamwArgs check_adamw(const AdamwTensors& tensors, std::vector<Run>& runs) {
   return args;
 }
 
+QuantizeArgs check_quantize(const Tensor& wire, const Tensor& values) {
+  const Checker check{"quantize_", values};
+  const int64_t numel = values.numel();
+  check.tensor("values", values, {ScalarType::Float, ScalarType::BFloat16, ScalarType::Half}, {numel});
+  STD_TORCH_CHECK(
+      numel % kBlockNumel == 0, "quantize_: values must have a multiple of ", kBlockNumel, " elements, got ", numel);
+  check.tensor("wire", wire, {ScalarType::Byte}, {numel / kBlockNumel * kWireBlockNbytes});
+
+  QuantizeArgs args{};
+  args.wire = wire.data_ptr();
+  args.values = values.data_ptr();
+  args.numel = numel;
+  args.dtype = dtype_of(values.scalar_type());
+  return args;
+}
+
 ReduceArgs check_reduce_slices(
     const Tensor& out, const Tensor& slices, int64_t divisor, bool accumulate, const std::optional<Tensor>& segments,
     const std::optional<Tensor>& sums, const std::optional<Tensor>& own, int64_t own_rank) {
   const bool is_matrix = slices.dim() == 2 && slices.size(0) >= 1;
+  const bool is_wire = slices.scalar_type() == ScalarType::Byte;
   STD_TORCH_CHECK(
-      is_matrix && slices.is_contiguous() && is_one_of(slices.scalar_type(), float_types()),
-      "reduce_slices_: slices must be contiguous floating [W, N] with W >= 1, got ", text_of(slices));
+      is_matrix && slices.is_contiguous() && (is_wire || is_one_of(slices.scalar_type(), float_types())),
+      "reduce_slices_: slices must be contiguous floating or uint8 [W, N] with W >= 1, got ", text_of(slices));
+  STD_TORCH_CHECK(
+      !is_wire || slices.size(1) % kWireBlockNbytes == 0, "reduce_slices_: uint8 slices must be whole blocks of ",
+      kWireBlockNbytes, " bytes, got ", text_of(slices));
   const bool is_double = slices.scalar_type() == ScalarType::Double;
   const Checker check{"reduce_slices_", slices};
-  const int64_t numel = slices.size(1);
+  const int64_t numel = is_wire ? slices.size(1) / kWireBlockNbytes * kBlockNumel : slices.size(1);
   check.tensor("out", out, {is_double ? ScalarType::Double : ScalarType::Float}, {numel});
   STD_TORCH_CHECK(divisor >= 1, "reduce_slices_: divisor must be at least 1, got ", divisor);
 
@@ -237,7 +258,7 @@ ReduceArgs check_reduce_slices(
   args.slices = slices.data_ptr();
   args.world_size = slices.size(0) + (own.has_value() ? 1 : 0);
   if (own.has_value()) {
-    check.tensor("own", *own, {slices.scalar_type()}, {numel});
+    check.tensor("own", *own, {slices.scalar_type()}, {slices.size(1)});
     STD_TORCH_CHECK(
         own_rank >= 0 && own_rank < args.world_size, "reduce_slices_: own_rank must be at least 0 and below ",
         args.world_size, ", got ", own_rank);
@@ -245,7 +266,7 @@ ReduceArgs check_reduce_slices(
     args.own_rank = own_rank;
   }
   args.numel = numel;
-  args.slice_dtype = dtype_of(slices.scalar_type());
+  args.slice_dtype = is_wire ? DType::kInt8 : dtype_of(slices.scalar_type());
   args.divisor = divisor;
   args.is_accumulate = accumulate;
   args.sum.numel = numel;

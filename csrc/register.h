@@ -61,6 +61,8 @@ void adamw_entry(
 // outlive it; empty tensors get none. args.sum.partials is left to the caller.
 AdamwArgs check_adamw(const AdamwTensors& tensors, std::vector<Run>& runs);
 
+QuantizeArgs check_quantize(const Tensor& wire, const Tensor& values);
+
 ReduceArgs check_reduce_slices(
     const Tensor& out, const Tensor& slices, int64_t divisor, bool accumulate, const std::optional<Tensor>& segments,
     const std::optional<Tensor>& sums, const std::optional<Tensor>& own, int64_t own_rank);

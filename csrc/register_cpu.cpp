@@ -115,6 +115,12 @@ void with_sums(const char* op, SumArgs& sum, DType dtype, const Body& body) {
   }
 }
 
+void quantize(Tensor wire, Tensor values) {
+  const QuantizeArgs args = check_quantize(wire, values);
+  const CpuLoops& loops = cpu_loops();
+  for_ranges(args.numel, [&](int64_t begin, int64_t end) { loops.quantize(args, begin, end); });
+}
+
 void reduce_slices(
     Tensor out, Tensor slices, int64_t divisor, bool accumulate, std::optional<Tensor> segments,
     std::optional<Tensor> sums, std::optional<Tensor> own, int64_t own_rank) {
@@ -169,6 +175,7 @@ void force_cpu_instruction_set(std::string name) {
 STABLE_TORCH_LIBRARY_IMPL(zero_shard, CPU, library) {
   library.impl("flatten_", TORCH_BOX(&zero_shard::flatten));
   library.impl("unflatten_", TORCH_BOX(&zero_shard::unflatten));
+  library.impl("quantize_", TORCH_BOX(&zero_shard::quantize));
   library.impl("reduce_slices_", TORCH_BOX(&zero_shard::reduce_slices));
   library.impl("sum_squares_", TORCH_BOX(&zero_shard::sum_squares));
   library.impl("sum_pairs_", TORCH_BOX(&zero_shard::sum_pairs));

@@ -36,6 +36,11 @@ void adamw(const AdamwTensors& tensors) {
   on_stream_of(tensors.param, "adamw_", [&](void* stream) { return launch_adamw(args, stream); });
 }
 
+void quantize(Tensor wire, Tensor values) {
+  const QuantizeArgs args = check_quantize(wire, values);
+  on_stream_of(wire, "quantize_", [&](void* stream) { return launch_quantize(args, stream); });
+}
+
 void reduce_slices(
     Tensor out, Tensor slices, int64_t divisor, bool accumulate, std::optional<Tensor> segments,
     std::optional<Tensor> sums, std::optional<Tensor> own, int64_t own_rank) {
@@ -82,6 +87,7 @@ void unflatten(std::vector<Tensor> tensors, Tensor flat, std::vector<int64_t> of
 STABLE_TORCH_LIBRARY_IMPL(zero_shard, CUDA, library) {
   library.impl("flatten_", TORCH_BOX(&zero_shard::flatten));
   library.impl("unflatten_", TORCH_BOX(&zero_shard::unflatten));
+  library.impl("quantize_", TORCH_BOX(&zero_shard::quantize));
   library.impl("reduce_slices_", TORCH_BOX(&zero_shard::reduce_slices));
   library.impl("sum_squares_", TORCH_BOX(&zero_shard::sum_squares));
   library.impl("sum_pairs_", TORCH_BOX(&zero_shard::sum_pairs));

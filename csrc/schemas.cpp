@@ -4,6 +4,7 @@
 STABLE_TORCH_LIBRARY(zero_shard, library) {
   library.def("flatten_(Tensor(a!) flat, Tensor[] tensors, int[] offsets, Tensor? scale) -> ()");
   library.def("unflatten_(Tensor(a!)[] tensors, Tensor flat, int[] offsets, Tensor? scale) -> ()");
+  library.def("quantize_(Tensor(a!) wire, Tensor values) -> ()");
   library.def(
       "reduce_slices_(Tensor(a!) out, Tensor slices, int divisor, bool accumulate, Tensor? segments, "
       "Tensor(b!)? sums, Tensor? own=None, int own_rank=0) -> ()");

@@ -172,7 +172,7 @@ _ORDER = [
         "canonical_sums",
     ],
     ["block_codec"],
-    ["adamw_math"],
+    ["adamw_math", "wire_codec"],
     ["operator_checks"],
     ["twins"],
     ["ops"],

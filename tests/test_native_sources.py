@@ -223,6 +223,30 @@ def test_reduce_kernels_equal_cpu(dtype: torch.dtype, shim: Shim) -> None:
                 assert_same_sums(sums, expected_sums, name)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_wire_kernels_equal_cpu(dtype: torch.dtype, shim: Shim) -> None:
+    """Blocks byte for byte, and their sums; the first blocks hold zeros, NaN and inf."""
+    for num_blocks, world_size, num_misaligned in itertools.product((0, 1, 2, 9, 70), (1, 3), (0, 1)):
+        numel = 256 * num_blocks
+        values = make_values(world_size * numel, dtype, is_special=num_blocks > 1)
+        values[-256:] = 0
+        expected_wire = torch.zeros(world_size * num_blocks * 260, dtype=torch.uint8)
+        CPU.quantize_(expected_wire, values)
+        wire = misaligned(torch.ones_like(expected_wire), num_misaligned)
+        shim.configure(num_processors=1 + num_misaligned, is_descending=num_misaligned > 0)
+        shim.quantize_(wire, misaligned(values, num_misaligned))
+        assert torch.equal(wire, expected_wire), num_blocks
+        segments = make_segments(numel)
+        expected, expected_sums = torch.ones(numel), empty_sums(segments)
+        CPU.reduce_slices_(expected, wire.view(world_size, -1), 3, True, segments, expected_sums)
+        for sums in (None, empty_sums(segments)):
+            actual = misaligned(torch.ones(numel), num_misaligned)
+            shim.reduce_slices_(actual, wire.view(world_size, -1), 3, True, None if sums is None else segments, sums)
+            assert_same_bits(actual, expected, f"{num_blocks} {world_size}")
+            if sums is not None:
+                assert_same_sums(sums, expected_sums, f"{num_blocks} {world_size}")
+
+
 def split_values(values: Tensor, num_parts: int) -> tuple[list[Tensor], list[int]]:
     """About so many tensors of the values, with gaps, overlapping nothing; some are empty, the last one is."""
     numbers = random.Random(num_parts)

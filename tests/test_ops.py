@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from zero_shard import apex_kernels, ops, twins
 
-OP_NAMES = ("flatten_", "unflatten_", "reduce_slices_", "sum_squares_", "sum_pairs_", "adamw_")
+OP_NAMES = ("flatten_", "unflatten_", "quantize_", "reduce_slices_", "sum_squares_", "sum_pairs_", "adamw_")
 
 
 @needs_native
@@ -37,7 +37,9 @@ def test_opcheck(name: str) -> None:
     calls: dict[str, list[tuple[Any, ...]]] = {
         "flatten_": [(torch.ones(9), tensors, [0, 5], scale), (torch.ones(9), tensors, [0, 5], None)],
         "unflatten_": [(tensors, torch.ones(9), [0, 5], scale), ([], torch.ones(9), [], None)],
+        "quantize_": [(torch.empty(520, dtype=torch.uint8), torch.ones(512))],
         "reduce_slices_": [
+            (torch.ones(512), torch.zeros(2, 520, dtype=torch.uint8), 2, True, None, None),
             (torch.ones(3), torch.ones(2, 3), 2, True, None, None),
             (torch.ones(3), torch.ones(2, 3), 2, False, segments, sums),
             (torch.ones(3), torch.ones(2, 3), 2, False, segments, sums, torch.ones(3), 1),
@@ -86,7 +88,9 @@ def test_twins_allocate_nothing_that_grows_with_the_shard() -> None:
     calls: list[tuple[str, list[Any]]] = [
         ("flatten_", [flat, [rows], [0], torch.tensor(0.5)]),
         ("unflatten_", [[rows], flat, [0], torch.tensor(0.5)]),
+        ("quantize_", [torch.empty(numel // 256 * 260, dtype=torch.uint8), flat]),
         ("reduce_slices_", [flat, slices, 2, True, segments, sums]),
+        ("reduce_slices_", [flat, torch.zeros(2, numel // 256 * 260, dtype=torch.uint8), 2, True, segments, sums]),
         ("sum_squares_", [sums, [flat], [0], numel, segments]),
         *(("adamw_", make_step(numel, scheme).arguments()) for scheme in ("fp32", "bf16_stochastic_int8")),
     ]

@@ -115,6 +115,19 @@ def test_sums_on_cuda_equal_cpu(dtype: torch.dtype, form: str) -> None:
 
 
 @each_form
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_wire_on_cuda_equals_cpu(dtype: torch.dtype, form: str) -> None:
+    for num_blocks in (1, 5, 1024):
+        values = torch.randn(3 * 256 * num_blocks, generator=torch.Generator().manual_seed(num_blocks)).to(dtype)
+        values[7] = float("nan")
+        wire = torch.zeros(3 * 260 * num_blocks, dtype=torch.uint8)
+        compare(kernels(form).quantize_, ops.select("auto").quantize_, [wire, values])
+        ops.select("auto").quantize_(wire, values)
+        arguments = [torch.ones(256 * num_blocks), wire.view(3, -1), 3, True, None, None]
+        compare(kernels(form).reduce_slices_, ops.select("auto").reduce_slices_, arguments)
+
+
+@each_form
 def test_found_inf_and_scale_are_read_on_cuda(form: str) -> None:
     """The step waits for nothing, so a flag that is set by the work before it is seen."""
     before = make_step(4099, "bf16_remainder")

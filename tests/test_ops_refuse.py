@@ -121,6 +121,17 @@ _TABLE = torch.tensor([[0, 4, 0, 0]])
 _SUMS = zeros(1, 2, dtype=fp64)
 _HIGH = zeros(2, 2, 2, 2, 2, 2, 14)[..., ::2]  # every dimension but the last has a gap, so that none can be joined
 OTHERS: list[tuple[str, list[Any], str]] = [
+    ("quantize_", [zeros(260).byte(), zeros(2, 128)], r"values must be float32 or bfloat16 or float16\[256\]"),
+    ("quantize_", [zeros(260).byte(), zeros(256).double()], r"values must be float32 or bfloat16 or float16\[256\]"),
+    ("quantize_", [zeros(260).byte(), zeros(255)], r"values must have a multiple of 256 elements, got 255"),
+    ("quantize_", [zeros(256).byte(), zeros(256)], r"wire must be uint8\[260\].*got uint8\[256\]"),
+    ("quantize_", [zeros(260), zeros(256)], r"wire must be uint8\[260\].*got float32\[260\]"),
+    (
+        "reduce_slices_",
+        [zeros(256), zeros(2, 256).byte(), 1, False, None, None],
+        r"uint8 slices must be whole blocks of 260 bytes, got uint8\[2, 256\]",
+    ),
+    ("reduce_slices_", [zeros(260), zeros(2, 260).byte(), 1, False, None, None], r"out must be float32\[256\]"),
     ("reduce_slices_", [zeros(3), zeros(2, 4), 1, False, None, None], r"out must be float32\[4\].*got float32\[3\]"),
     (
         "reduce_slices_",
@@ -130,7 +141,7 @@ OTHERS: list[tuple[str, list[Any], str]] = [
     (
         "reduce_slices_",
         [zeros(4), zeros(0, 4), 1, False, None, None],
-        r"slices must be contiguous floating \[W, N\] with W >= 1, got float32\[0, 4\]",
+        r"slices must be contiguous floating or uint8 \[W, N\] with W >= 1, got float32\[0, 4\]",
     ),
     ("reduce_slices_", [zeros(4), zeros(2, 8)[:, ::2], 1, False, None, None], r"slices must be contiguous"),
     ("reduce_slices_", [zeros(4), zeros(2, 4), 0, False, None, None], r"divisor must be at least 1, got 0"),

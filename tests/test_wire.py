@@ -20,6 +20,8 @@ _FEWEST_STEPS, _MOST_STEPS = 3, 80
 # Headers of TCP and IP, acknowledgements, headers of gloo's messages, and the barriers of the test.
 _DEVICE_LIMIT = 1.04
 
+# Weights as codes and scales, biases as they are, of float32.
+_CODED = (_WIDTH * 260 / 1024 + 1) / (_WIDTH + 1)
 # Reductions and gathers per step, in multiples of r P with r = (W-1)/W and P the bytes of the parameters.
 _WAYS: list[tuple[dict[str, Any], float]] = [
     ({"stage": 0}, 2),  # an all-reduce
@@ -29,6 +31,7 @@ _WAYS: list[tuple[dict[str, Any], float]] = [
     ({"stage": 2}, 2),
     ({"stage": 2, "bucket_mib": 0.4}, 2),
     ({"stage": 2, "reduce_dtype": "bfloat16"}, 1.5),
+    ({"stage": 2, "reduce_dtype": "int8"}, 1 + _CODED),
     ({"stage": 3}, 3),
     ({"stage": 3, "prefetch": 0}, 3),
     ({"stage": 3, "units": ["Linear"], "prefetch": 4}, 3),

@@ -143,7 +143,7 @@ class AdamW(torch.optim.AdamW):
         self._communicator = communicator
         self._kernels = ops.select(self.config.kernels, "meta" if communicator.is_rehearsing else "cpu")
         self._stage = build_stage(self.config, communicator)
-        self._reducer = Reducer(communicator, self._kernels, self.config.reduce_dtype, self._stage.reduces_in_backward)
+        self._reducer = Reducer(communicator, self._kernels, self._stage.reduces_in_backward)
         self._reducer.exchanges.takes_squares = self.config.max_grad_norm is not None or self.config.skip_nonfinite
         self._tables = SlotTables()
         self._clip = Clip(self._reducer, self._tables)

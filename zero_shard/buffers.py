@@ -48,16 +48,18 @@ class Place(NamedTuple):
 
 
 class Storage(NamedTuple):
-    """How the optimizer state of a bucket is stored.
+    """How the optimizer state of a bucket is stored, and how its gradients travel.
 
     Attributes:
         moment_dtype: float32, bfloat16, float64, or int8: codes with a scale for each block of 256 elements.
+        wire_dtype: Of gradients on the wire; int8 as for the moments.
         low_dtype: Of what the fp32 master has beyond the 16-bit weight; None: no master.
         is_stochastic: The weight is rounded stochastically.
         param_dtype: The 16 bits that float32 parameters are cast to; None: parameters keep their dtype.
     """
 
     moment_dtype: torch.dtype
+    wire_dtype: torch.dtype
     low_dtype: torch.dtype | None = None
     is_stochastic: bool = False
     param_dtype: torch.dtype | None = None
@@ -265,6 +267,11 @@ class Bucket:
         """Whether the moments have 8 bits."""
         return self.storage.moment_dtype == torch.int8
 
+    @property
+    def has_wire_blocks(self) -> bool:
+        """Whether gradients travel in 8 bits."""
+        return self.storage.wire_dtype == torch.int8
+
     def allocate_state(self) -> None:
         """Allocate zeroed moments, and the rest of the master for 16-bit weights, once."""
         if self.exp_avg is not None:
@@ -391,6 +398,7 @@ def make_bucket(
     params: Sequence[nn.Parameter], names: Sequence[str], first_slot: int, place: Place, storage: Storage
 ) -> Bucket:
     """Lay parameters of one dtype and device out and move them into a new bucket."""
-    alignment = BLOCK_NUMEL if storage.moment_dtype == torch.int8 else ALIGNMENT_NUMEL
+    has_blocks = torch.int8 in (storage.moment_dtype, storage.wire_dtype)
+    alignment = BLOCK_NUMEL if has_blocks else ALIGNMENT_NUMEL
     layout = lay_out([param.numel() for param in params], place.num_shards, place.num_replicas, alignment)
     return Bucket(params, names, first_slot, layout, place, storage)

@@ -76,6 +76,7 @@ class ZeroConfig:
             lossless float32 masters; norms and buffers stay as they are. None = as the model is. A mapping with the
             keys of `ParamDtypes` says more. Needs ``module``.
         reduce_dtype: dtype of gradients on the wire; None = the parameter's. Sums are fp32 (fp64 for fp64) always.
+            int8: codes with a scale for each block of 256 elements (parameters below 4096 elements keep their dtype).
         state_dtype: dtype of the moments: float32 (fp64 for fp64 parameters), bfloat16, or int8: 8-bit codes with a
             scale for each block of 256 elements (parameters below 4096 elements keep float32).
         master: 16-bit weights: "auto" keeps the lossless rest of the fp32 master, "stochastic" keeps nothing and
@@ -122,8 +123,9 @@ class ZeroConfig:
         self._check_choice("master", ("auto", "stochastic", "none"))
         self._check_choice("kernels", ("auto", "native", "torch", "apex"))
         self._check_choice("check", ("off", "start", "every_step"))
+        wire = (*_WIRE_DTYPES, torch.int8)
         if self.reduce_dtype is not None:
-            object.__setattr__(self, "reduce_dtype", _dtype_of(self.reduce_dtype, "reduce_dtype", _WIRE_DTYPES))
+            object.__setattr__(self, "reduce_dtype", _dtype_of(self.reduce_dtype, "reduce_dtype", wire))
         moments = (torch.float32, torch.bfloat16, torch.int8)
         object.__setattr__(self, "state_dtype", _dtype_of(self.state_dtype, "state_dtype", moments))
         self._set_param_dtype()

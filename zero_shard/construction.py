@@ -28,7 +28,9 @@ from zero_shard.stages.units import find_units
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _LOW_DTYPES = {torch.bfloat16: torch.int16, torch.float16: torch.float32}  # see docs/kernels.md
 _SUM_CHUNK_NUMEL = 1 << 20
-_SMALLEST_CODED_NUMEL = 4096  # 8-bit moments: smaller parameters (norms, biases) are sensitive and weigh nothing
+_SMALLEST_CODED_NUMEL = (
+    4096  # 8 bits, moments or wire: smaller parameters (norms, biases) are sensitive and weigh nothing
+)
 
 NamedParam = tuple[str, nn.Parameter]
 
@@ -296,13 +298,15 @@ class Builder:
         cast_dtype = self._cast_dtype(param)
         dtype = cast_dtype or param.dtype
         if dtype == torch.float64:
-            return Storage(torch.float64)
+            return Storage(torch.float64, torch.float64)
         moment_dtype, master = self._config.state_dtype, self._config.master
-        if moment_dtype == torch.int8 and param.numel() < _SMALLEST_CODED_NUMEL:
-            moment_dtype = torch.float32
+        wire_dtype = self._config.reduce_dtype or dtype
+        if param.numel() < _SMALLEST_CODED_NUMEL:
+            moment_dtype = torch.float32 if moment_dtype == torch.int8 else moment_dtype
+            wire_dtype = dtype if wire_dtype == torch.int8 else wire_dtype
         low_dtype = _LOW_DTYPES.get(dtype) if master == "auto" else None
         is_stochastic = master == "stochastic" and dtype == torch.bfloat16
-        return Storage(moment_dtype, low_dtype, is_stochastic, cast_dtype)
+        return Storage(moment_dtype, wire_dtype, low_dtype, is_stochastic, cast_dtype)
 
     def _settle_rest(self, named: Sequence[NamedParam]) -> None:
         """Make what is in no bucket equal on all ranks: frozen parameters, those outside the groups, buffers."""

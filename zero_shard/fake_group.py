@@ -17,7 +17,7 @@ class Message(NamedTuple):
     """One call of a collective, as one rank sees it.
 
     Attributes:
-        kind: "send", "all_gather", "reduce_scatter", "all_reduce", "broadcast".
+        kind: "send", "all_to_all", "all_gather", "reduce_scatter", "all_reduce", "broadcast".
         members: Ranks that take part, of those of the outermost group.
         sent_nbytes: That this rank sends, by an algorithm that sends no more than it must.
         num_steps: Messages that this rank sends one after the other in a ring; 1 for a send.
@@ -91,6 +91,12 @@ class FakeGroup(ProcessGroup):
         return self._note("reduce_scatter", own, (self.size() - 1) * own.nbytes, self.size() - 1)
 
     _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
+
+    def all_to_all_single(self, received: Tensor, sent: Tensor, *_: Any) -> Work:
+        """Note a message to every other rank, all at once."""
+        return self._note("all_to_all", sent, sent.nbytes // self.size() * (self.size() - 1), 1)
+
+    alltoall_base = all_to_all_single  # type: ignore[assignment]
 
     def allreduce(self, tensors: list[Tensor], *_: Any) -> Work:  # type: ignore[override]
         """Note a reduce-scatter and an all-gather."""

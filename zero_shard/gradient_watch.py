@@ -14,6 +14,7 @@ from zero_shard.collectives import Communicator, Received
 from zero_shard.stages.hooks import weakly
 from zero_shard.stages.reduction import Reducer
 from zero_shard.tables import SlotTables
+from zero_shard.wire_codec import dequantize
 
 
 class Squares(NamedTuple):
@@ -80,5 +81,6 @@ class GradientWatch:
         if self.origin is not None or not received.slices.is_cpu or len(slices) != self._communicator.num_ranks:
             return
         if not numpy.isfinite(bucket.sums.numpy()[:, 0]).all():
-            is_bad = [not bool(torch.isfinite(piece).all()) for piece in slices]
+            wide = (dequantize(piece) if piece.dtype == torch.uint8 else piece for piece in slices)
+            is_bad = [not bool(torch.isfinite(piece).all()) for piece in wide]
             self.origin = is_bad.index(True) if any(is_bad) else None

@@ -17,7 +17,9 @@ from typing import NamedTuple
 # Slots and shards start at multiples of so many elements: whole vector loads in every dtype, and the lanes of the
 # canonical sums (see docs/kernels.md).
 ALIGNMENT_NUMEL = 16
-BLOCK_NUMEL = 256  # elements that share a scale where moments have 8 bits; no shard cuts a block
+BLOCK_NUMEL = 256  # elements that share a scale where moments or the wire have 8 bits; no shard cuts a block
+SCALE_NBYTES = 4  # of a block on the wire: float32, and a byte for each element follows
+WIRE_BLOCK_NBYTES = SCALE_NBYTES + BLOCK_NUMEL
 _SMALLEST_CAP_NBYTES = 1 << 20
 _BUCKETS_PER_MODEL = 8  # fewer would neither overlap with backward nor bound the extra memory
 

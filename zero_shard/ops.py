@@ -26,6 +26,7 @@ class Kernels(NamedTuple):
     name: str  # "native", "torch" or "apex"
     flatten_: Callable[..., None]
     unflatten_: Callable[..., None]
+    quantize_: Callable[..., None]
     reduce_slices_: Callable[..., None]
     sum_squares_: Callable[..., None]
     sum_pairs_: Callable[..., None]

@@ -10,7 +10,7 @@ import torch
 
 from zero_shard.buffers import Bucket
 from zero_shard.config import ZeroConfig
-from zero_shard.layout import BLOCK_NUMEL
+from zero_shard.layout import BLOCK_NUMEL, WIRE_BLOCK_NBYTES
 
 
 class Usage(NamedTuple):
@@ -81,7 +81,8 @@ def floor_sent_nbytes(buckets: Sequence[Bucket], config: ZeroConfig, hops: Seque
 
     Args:
         hops: Ranks in each hop of the reduction of a gradient, in order. Slices travel in the wire's dtype on the
-            first, sums in that of the arithmetic on the others and, where there are replicas, back between them.
+            first, sums in that of the arithmetic on the others and, where there are replicas, back between them. 8-bit
+            slices travel so on every hop but the way back.
     """
     total = 0.0
     for bucket in buckets:
@@ -89,10 +90,10 @@ def floor_sent_nbytes(buckets: Sequence[Bucket], config: ZeroConfig, hops: Seque
         num_shards, num_ranks = bucket.layout.num_shards, math.prod(hops)
         is_trained = any(param.requires_grad for param in bucket.params)
         if is_trained:
-            left, itemsize = float(numel), _wire_dtype(bucket, config).itemsize
+            left, itemsize = float(numel), _wire_itemsize(bucket)
             for length in hops:
                 total += left * (length - 1) / length * itemsize
-                left, itemsize = left / length, bucket.math_dtype.itemsize
+                left, itemsize = left / length, itemsize if bucket.has_wire_blocks else bucket.math_dtype.itemsize
             total += (numel / num_shards - numel / num_ranks) * bucket.math_dtype.itemsize
         if num_shards > 1 and (is_trained or config.stage == 3):
             num_gathers = 1 if config.stage != 3 or not config.reshard_after_forward else 2
@@ -111,7 +112,7 @@ def describe_storage(buckets: Sequence[Bucket], config: ZeroConfig, num_ranks: i
         weights[kind] = weights.get(kind, 0) + numel
     parts = [f"{kind} ({numel / total:.1%})" if numel < total else kind for kind, numel in weights.items()]
     own = _names({b.grad_dtype if num_ranks == 1 else b.math_dtype for b in trained})
-    wire = _names({_wire_dtype(bucket, config) for bucket in trained})
+    wire = _names({bucket.storage.wire_dtype for bucket in trained})
     gradients = f"{own} as autograd leaves them" if num_ranks == 1 else f"{own}, {wire} on the wire"
     nbytes = promised_nbytes(buckets, config, num_ranks) / max(total, 1)
     return (
@@ -131,8 +132,8 @@ def _weight_in_words(bucket: Bucket) -> str:
     return f"{name} rounded stochastically" if bucket.storage.is_stochastic else name
 
 
-def _wire_dtype(bucket: Bucket, config: ZeroConfig) -> torch.dtype:
-    return bucket.dtype if config.reduce_dtype is None or bucket.dtype == torch.float64 else config.reduce_dtype
+def _wire_itemsize(bucket: Bucket) -> float:
+    return WIRE_BLOCK_NBYTES / BLOCK_NUMEL if bucket.has_wire_blocks else bucket.storage.wire_dtype.itemsize
 
 
 def _names(dtypes: Iterable[torch.dtype]) -> str:

@@ -16,6 +16,7 @@ from torch import Tensor
 from zero_shard import canonical_sums
 from zero_shard.adamw_math import BATCH_NUMEL, Piece, Shard, batches, make_constants, spread_constants, update_
 from zero_shard.block_codec import decode_blocks, encode_blocks
+from zero_shard.layout import BLOCK_NUMEL, SCALE_NBYTES, WIRE_BLOCK_NBYTES
 from zero_shard.number_formats import join_remainder, split_remainder
 from zero_shard.operator_checks import (
     FLOAT_DTYPES,
@@ -31,6 +32,7 @@ from zero_shard.operator_checks import (
     read_tables,
 )
 from zero_shard.random_bits import RandomKey, make_random_key
+from zero_shard.wire_codec import dequantize, quantize
 
 __all__ = [
     "adamw_",
@@ -38,6 +40,7 @@ __all__ = [
     "encode_blocks",
     "flatten_",
     "join_remainder",
+    "quantize_",
     "reduce_slices_",
     "split_remainder",
     "sum_pairs_",
@@ -140,6 +143,28 @@ def _scaled(values: Tensor, scale: Tensor | None, target: torch.dtype) -> Tensor
 
 
 @torch.no_grad()
+def quantize_(wire: Tensor, values: Tensor) -> None:
+    """Write values to blocks of 260 bytes: a float32 scale and 256 int8 codes; see ``wire_codec``.
+
+    Args:
+        wire: [N / 256 * 260] uint8, mutated.
+        values: [N] float32, bfloat16 or float16, N a multiple of 256.
+    Raises:
+        RuntimeError: a wrong dtype, device or shape.
+    """
+    checker, numel = Checker("quantize_", values.device), values.numel()
+    checker.tensor("values", values, (torch.float32, torch.bfloat16, torch.float16), [numel])
+    check(numel % BLOCK_NUMEL == 0, f"quantize_: values must have a multiple of {BLOCK_NUMEL} elements, got {numel}")
+    checker.tensor("wire", wire, (torch.uint8,), [numel // BLOCK_NUMEL * WIRE_BLOCK_NBYTES])
+    blocks = wire.view(-1, WIRE_BLOCK_NBYTES)
+    for start in range(0, numel, _CHUNK_NUMEL):
+        scales, codes = quantize(values[start : start + _CHUNK_NUMEL])
+        rows = blocks[start // BLOCK_NUMEL :][: len(scales)]
+        rows[:, :SCALE_NBYTES] = scales[:, None].view(torch.uint8)
+        rows[:, SCALE_NBYTES:] = codes.view(torch.uint8)
+
+
+@torch.no_grad()
 def reduce_slices_(
     out: Tensor,
     slices: Tensor,
@@ -154,7 +179,8 @@ def reduce_slices_(
 
     Args:
         out: [N] float32 (float64 with float64 slices), mutated.
-        slices: [W, N] contiguous, W >= 1; each slice is widened to the dtype of ``out`` before it is added.
+        slices: [W, N] contiguous, W >= 1; each slice is widened to the dtype of ``out`` before it is added. Or uint8
+            [W, N / 256 * 260]: what ``quantize_`` has written.
         divisor: At least 1; a true division of the finished sum.
         accumulate: Whether the quotient is added to ``out`` instead of replacing it.
         segments: [S, 4] int64, as for ``adamw_``; None where ``sums`` is None.
@@ -165,13 +191,20 @@ def reduce_slices_(
     Raises:
         RuntimeError: a wrong dtype, device, shape or table entry.
     """
+    is_wire = slices.dtype == torch.uint8
+    is_known = is_wire or slices.dtype in FLOAT_DTYPES
     check(
-        slices.dim() == 2 and slices.shape[0] >= 1 and slices.dtype in FLOAT_DTYPES and slices.is_contiguous(),
-        f"reduce_slices_: slices must be contiguous floating [W, N] with W >= 1, got {kind_of(slices)}",
+        slices.dim() == 2 and slices.shape[0] >= 1 and is_known and slices.is_contiguous(),
+        f"reduce_slices_: slices must be contiguous floating or uint8 [W, N] with W >= 1, got {kind_of(slices)}",
+    )
+    check(
+        not is_wire or slices.shape[1] % WIRE_BLOCK_NBYTES == 0,
+        f"reduce_slices_: uint8 slices must be whole blocks of {WIRE_BLOCK_NBYTES} bytes, got {kind_of(slices)}",
     )
     dtype = torch.float64 if slices.dtype == torch.float64 else torch.float32
     checker = Checker("reduce_slices_", slices.device)
-    checker.tensor("out", out, (dtype,), [slices.shape[1]])
+    numel = slices.shape[1] // WIRE_BLOCK_NBYTES * BLOCK_NUMEL if is_wire else slices.shape[1]
+    checker.tensor("out", out, (dtype,), [numel])
     check(divisor >= 1, f"reduce_slices_: divisor must be at least 1, got {divisor}")
     rows = list(slices)
     if own is not None:
@@ -191,9 +224,9 @@ def reduce_slices_(
     full_divisor = torch.full((), divisor, dtype=dtype, device=out.device)
     for start in range(0, out.numel(), _CHUNK_NUMEL):
         chunk = slice(start, start + _CHUNK_NUMEL)
-        total = rows[0][chunk].to(dtype, copy=True)
+        total = _widened(rows[0], chunk, dtype)
         for row in rows[1:]:
-            total.add_(row[chunk])
+            total.add_(_widened(row, chunk, dtype))
         total.div_(full_divisor)
         if accumulate:
             out[chunk].add_(total)
@@ -201,6 +234,14 @@ def reduce_slices_(
             out[chunk].copy_(total)
     if sums is not None:
         _write_pairs(sums, canonical_sums.sum_squares_by_segment([out], [0], table))
+
+
+def _widened(piece: Tensor, chunk: slice, dtype: torch.dtype) -> Tensor:
+    """Return a chunk of a slice as a new tensor of the dtype that it is added in."""
+    if piece.dtype != torch.uint8:
+        return piece[chunk].to(dtype, copy=True)
+    start, stop = chunk.start // BLOCK_NUMEL * WIRE_BLOCK_NBYTES, chunk.stop // BLOCK_NUMEL * WIRE_BLOCK_NBYTES
+    return dequantize(piece[start:stop])
 
 
 @torch.no_grad()

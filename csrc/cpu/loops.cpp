@@ -9,6 +9,7 @@
 #include "../adamw_math.h"
 #include "../block_codec.h"
 #include "../pair_sum.h"
+#include "../wire_codec.h"
 
 #define ZERO_SHARD_JOIN2(a, b) a##b
 #define ZERO_SHARD_JOIN(a, b) ZERO_SHARD_JOIN2(a, b)
@@ -32,6 +33,7 @@ constexpr bool is_same<A, A> = true;
 #include "block_loop.h"
 #include "adamw_loop.h"
 #include "sum_loop.h"
+#include "quantize_loop.h"
 #include "reduce_loop.h"
 #include "cast_loop.h"
 #include "stride_loop.h"
@@ -41,6 +43,7 @@ constexpr bool is_same<A, A> = true;
 
 extern const CpuLoops ZERO_SHARD_JOIN(kCpuLoops_, ZERO_SHARD_ISA);
 const CpuLoops ZERO_SHARD_JOIN(kCpuLoops_, ZERO_SHARD_ISA) = {
-    ZERO_SHARD_TEXT(ZERO_SHARD_ISA), adamw, reduce_slices, sum_squares, finish_sums, sum_pairs, flatten, unflatten};
+    ZERO_SHARD_TEXT(ZERO_SHARD_ISA), adamw, quantize_range, reduce_slices, sum_squares, finish_sums, sum_pairs, flatten,
+    unflatten};
 
 }  // namespace zero_shard

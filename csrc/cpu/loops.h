@@ -14,6 +14,7 @@ constexpr int64_t kTileNumel = 16384;
 struct CpuLoops {
   const char* instruction_set;
   void (*adamw)(const AdamwArgs& args, int64_t begin, int64_t end);
+  void (*quantize)(const QuantizeArgs& args, int64_t begin, int64_t end);
   void (*reduce_slices)(const ReduceArgs& args, int64_t first_tile, int64_t end_tile);
   void (*sum_squares)(const SumSquaresArgs& args, int64_t first_tile, int64_t end_tile);
   // From the partial sums of all tiles to args.sums; dtype: of the values.

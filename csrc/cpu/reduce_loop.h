@@ -2,24 +2,47 @@
 
 // Elements that are added at a time: their sum stays in the first-level cache while the slices pass by.
 constexpr int64_t kReduceBlockNumel = 256;
+static_assert(kReduceBlockNumel == kBlockNumel, "no block of the wire is cut");
+
+// The elements of one slice from `begin` on, up to the end of a block.
+template <class Slice>
+struct SliceReader {
+  const Raw<Slice>* values;
+  SliceReader(const ReduceArgs& args, int64_t rank, int64_t begin)
+      : values(slice_of<Raw<Slice>>(args, rank, args.numel) + begin) {}
+  auto operator()(int64_t i) const { return widen(from_raw<Slice>(values[i])); }
+};
+template <>
+struct SliceReader<Quantized> {
+  const int8_t* values;
+  float scale;
+  SliceReader(const ReduceArgs& args, int64_t rank, int64_t begin) {
+    const uint8_t* slice = slice_of<uint8_t>(args, rank, args.numel / kBlockNumel * kWireBlockNbytes);
+    const uint8_t* wire = slice + begin / kBlockNumel * kWireBlockNbytes;
+    memcpy(&scale, wire, sizeof scale);
+    values = reinterpret_cast<const int8_t*>(wire + kScaleNbytes) + begin % kBlockNumel;
+  }
+  float operator()(int64_t i) const { return dequantize(values[i], scale); }
+};
 
 template <class T, class Slice>
 void reduce_run(const ReduceArgs& args, int64_t begin, int64_t end) {
   T* __restrict__ out = static_cast<T*>(args.out);
-  const Raw<Slice>* first = slice_of<Raw<Slice>>(args, 0);
   const T divisor = static_cast<T>(args.divisor);
   T sum[kReduceBlockNumel];
-  for (int64_t block = begin; block < end; block += kReduceBlockNumel) {
-    const int64_t numel = smaller(kReduceBlockNumel, end - block);
-    prefetch<kReduceBlockNumel>(first + block, kAheadNumel);
+  for (int64_t block = begin, next; block < end; block = next) {
+    next = smaller(end, block - block % kReduceBlockNumel + kReduceBlockNumel);
+    const int64_t numel = next - block;
+    const SliceReader<Slice> first(args, 0, block);
+    prefetch<kReduceBlockNumel>(first.values, kAheadNumel);
     for (int64_t i = 0; i < numel; ++i) {
-      sum[i] = widen(from_raw<Slice>(first[block + i]));
+      sum[i] = first(i);
     }
     for (int64_t rank = 1; rank < args.world_size; ++rank) {
-      const Raw<Slice>* __restrict__ slice = slice_of<Raw<Slice>>(args, rank) + block;
-      prefetch<kReduceBlockNumel>(slice, kAheadNumel);
+      const SliceReader<Slice> slice(args, rank, block);
+      prefetch<kReduceBlockNumel>(slice.values, kAheadNumel);
       for (int64_t i = 0; i < numel; ++i) {
-        sum[i] = sum[i] + widen(from_raw<Slice>(slice[i]));
+        sum[i] = sum[i] + slice(i);
       }
     }
     T* __restrict__ target = out + block;
@@ -79,6 +102,8 @@ void reduce_slices(const ReduceArgs& args, int64_t first_tile, int64_t end_tile)
       return reduce_tiles<float, BFloat16>(args, first_tile, end_tile);
     case DType::kFloat16:
       return reduce_tiles<float, Float16>(args, first_tile, end_tile);
+    case DType::kInt8:
+      return reduce_tiles<float, Quantized>(args, first_tile, end_tile);
     default:
       return reduce_tiles<float, float>(args, first_tile, end_tile);
   }

@@ -1,13 +1,61 @@
 // reduce_slices_: the slices in rank order, and the sums of squares of the result in the same pass.
+#include "../wire_codec.h"
 #include "launch.h"
 #include "sums.cuh"
+
+#include <type_traits>
 
 namespace zero_shard {
 namespace {
 
 // Per multiprocessor: 4 leave a thread 64 registers, 3 leave it 80, 2 leave it 128.
-template <class T, bool kHasSums>
-constexpr int kMinBlocks = (kHasSums ? 3 : 4) - (sizeof(T) == sizeof(double) ? 1 : 0);
+template <class T, class Slice, bool kHasSums>
+constexpr int kMinBlocks =
+    (kHasSums ? 3 : 4) - (sizeof(T) == sizeof(double) || std::is_same_v<Slice, Quantized> ? 1 : 0);
+
+// The slice of a rank, and kNumel elements of it from element i on; vectors lie in one block of the wire.
+template <class Slice>
+struct SliceOf {
+  const Slice* start;
+  __device__ __forceinline__ SliceOf(const ReduceArgs& args, int64_t rank)
+      : start(slice_of<Slice>(args, rank, args.numel)) {}
+
+  template <int kNumel, class T>
+  __device__ __forceinline__ Vector<T, kNumel> load(int64_t i) const {
+    const Vector<Slice, kNumel> vector = load_vector<kNumel>(start + i);
+    Vector<T, kNumel> wide;
+#pragma unroll
+    for (int k = 0; k < kNumel; ++k) {
+      wide.values[k] = widen(vector.values[k]);
+    }
+    return wide;
+  }
+};
+template <>
+struct SliceOf<Quantized> {
+  const uint8_t* start;
+  __device__ __forceinline__ SliceOf(const ReduceArgs& args, int64_t rank)
+      : start(slice_of<uint8_t>(args, rank, args.numel / kBlockNumel * kWireBlockNbytes)) {}
+
+  template <int kNumel, class T>
+  __device__ __forceinline__ Vector<T, kNumel> load(int64_t i) const {
+    const uint8_t* block = start + i / kBlockNumel * kWireBlockNbytes;
+    float scale;
+    if constexpr (kNumel > 1) {
+      scale = *reinterpret_cast<const float*>(block);
+    } else {
+      memcpy(&scale, block, sizeof scale);  // it may lie anywhere
+    }
+    const int8_t* codes = reinterpret_cast<const int8_t*>(block + kScaleNbytes) + i % kBlockNumel;
+    const Vector<int8_t, kNumel> vector = load_vector<kNumel>(codes);
+    Vector<T, kNumel> wide;
+#pragma unroll
+    for (int k = 0; k < kNumel; ++k) {
+      wide.values[k] = dequantize(vector.values[k], scale);
+    }
+    return wide;
+  }
+};
 
 // The lane's values of the unit that begins at element `unit`, written to out. Elements outside begin <= i < end count
 // as zero and are not touched; whole units are read in vectors.
@@ -19,16 +67,15 @@ __device__ __forceinline__ void reduce_unit(
   Vector<T, kNumel> sums[kVectors]{};
 #pragma unroll 1
   for (int64_t rank = 0; rank < args.world_size; ++rank) {
-    const Slice* slice_start = slice_of<Slice>(args, rank);
+    const SliceOf<Slice> from(args, rank);
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
       const int64_t i = unit + offset_in_unit<kNumel>(v * kNumel);
       if (kNumel > 1 || (i >= begin && i < end)) {
-        const Vector<Slice, kNumel> slice = load_vector<kNumel>(slice_start + i);
+        const Vector<T, kNumel> slice = from.template load<kNumel, T>(i);
 #pragma unroll
         for (int k = 0; k < kNumel; ++k) {
-          const T value = widen(slice.values[k]);
-          sums[v].values[k] = rank == 0 ? value : sums[v].values[k] + value;
+          sums[v].values[k] = rank == 0 ? slice.values[k] : sums[v].values[k] + slice.values[k];
         }
       }
     }
@@ -79,7 +126,7 @@ reduce_range(const ReduceArgs& args, T divisor, int64_t unit, int64_t begin, int
 }
 
 template <class T, class Slice, bool kHasSums>
-__global__ void __launch_bounds__(kThreads, (kMinBlocks<T, kHasSums>))
+__global__ void __launch_bounds__(kThreads, (kMinBlocks<T, Slice, kHasSums>))
     reduce_kernel(const __grid_constant__ ReduceArgs args, const int64_t tile_numel, const bool has_vectors) {
   constexpr int64_t kMultiple = kAccessNbytes / static_cast<int64_t>(sizeof(T));
   const T divisor = static_cast<T>(args.divisor);
@@ -106,8 +153,15 @@ __global__ void __launch_bounds__(kThreads, (kMinBlocks<T, kHasSums>))
 
 template <class T, class Slice>
 const char* launch(const ReduceArgs& args, void* stream) {
-  const bool is_slice_aligned = args.world_size == 1 || args.numel * sizeof(Slice) % kAccessNbytes == 0;
-  const bool are_inputs_aligned = is_aligned(args.slices) && is_aligned(args.own) && is_slice_aligned;
+  // Codes are read four at a time, and every block of the wire begins at a multiple of as many bytes.
+  const bool is_slice_aligned =
+      std::is_same_v<Slice, Quantized> || args.world_size == 1 || args.numel * sizeof(Slice) % kAccessNbytes == 0;
+  // The own slice of blocks begins wherever the flattened bucket has it.
+  const auto is_readable = [](const void* slices) {
+    return std::is_same_v<Slice, Quantized> ? reinterpret_cast<uintptr_t>(slices) % kScaleNbytes == 0
+                                            : is_aligned(slices);
+  };
+  const bool are_inputs_aligned = is_readable(args.slices) && is_readable(args.own) && is_slice_aligned;
   const bool has_vectors = is_aligned(args.out) && are_inputs_aligned;
   const bool has_sums = args.sum.sums != nullptr;
   const auto kernel = has_sums ? reduce_kernel<T, Slice, true> : reduce_kernel<T, Slice, false>;
@@ -129,7 +183,7 @@ const char* launch_reduce_slices(const ReduceArgs& args, void* stream) {
     case DType::kFloat16:
       return launch<float, Float16>(args, stream);
     case DType::kInt8:
-      break;
+      return launch<float, Quantized>(args, stream);
   }
   return "no kernel for this dtype of slices";
 }

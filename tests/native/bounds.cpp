@@ -473,6 +473,37 @@ void check_reduce(DType dtype, int64_t numel, int64_t num_misaligned, bool has_s
   }
 }
 
+// Values to blocks of the wire, and three slices of those to their sum.
+void check_wire(DType dtype, int64_t numel, int64_t num_misaligned) {
+  numel = numel / 256 * 256;
+  Array values(dtype, 3 * numel, num_misaligned);
+  values.fill();
+  Comparison comparison("wire of " + std::to_string(numel));
+  for (const std::string& name : implementations()) {
+    force_cpu_loops(name.c_str());
+    Array wire(DType::kInt8, 3 * numel / 256 * 260, num_misaligned);
+    const QuantizeArgs quantize{wire.at(), values.at(), 3 * numel, dtype};
+    if (name == "cuda") {
+      check_launch(launch_quantize(quantize, nullptr));
+    } else {
+      cpu_loops().quantize(quantize, 0, 3 * numel);
+    }
+    comparison.add(name, "wire", wire.bytes());
+    Array out(DType::kFloat32, numel, num_misaligned);
+    std::memset(out.at(), 0, out.bytes().size());
+    ReduceArgs args{};
+    args.out = out.at();
+    args.slices = wire.at();
+    args.world_size = 3;
+    args.numel = numel;
+    args.slice_dtype = DType::kInt8;
+    args.divisor = 3;
+    args.sum.numel = numel;
+    run_reduce(name, args);
+    comparison.add(name, "out", out.bytes());
+  }
+}
+
 // num_runs > 1: the values lie in so many tensors, with gaps between.
 void check_sum_squares(DType dtype, int64_t numel, int64_t num_misaligned, int64_t num_runs) {
   std::vector<Array> arrays;
@@ -569,6 +600,9 @@ void check_small() {
       for (const DType dtype : kTypes) {
         check_reduce(dtype, numel, num_misaligned, false);
         check_reduce(dtype, numel, num_misaligned, true);
+        if (dtype != DType::kFloat64) {
+          check_wire(dtype, numel, num_misaligned);
+        }
         check_sum_squares(dtype, numel, num_misaligned, 1);
         check_sum_squares(dtype, numel, num_misaligned, 1 + numel / 200);
         for (const bool is_to_flat : {false, true}) {

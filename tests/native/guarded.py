@@ -85,6 +85,15 @@ def _check(numel: int, is_at_end: bool) -> None:
         native().sum_squares_(sums, [values[1]], [0], numel, segments)
         native().sum_squares_(guarded_sums, [guarded(values[1], is_at_end)], [0], numel, arguments[1])
         assert_same_bits(guarded_sums, sums, "sums of sum_squares_")
+    values, out = torch.randn(numel // 256 * 256), torch.ones(numel // 256 * 256)
+    wire = torch.empty(numel // 256 * 260, dtype=torch.uint8)
+    guarded_wire, guarded_out = guarded(wire, is_at_end), guarded(out, is_at_end)
+    native().quantize_(wire, values)
+    native().quantize_(guarded_wire, guarded(values, is_at_end))
+    assert torch.equal(guarded_wire, wire), "wire"
+    native().reduce_slices_(out, wire.view(1, -1), 3, True, None, None)
+    native().reduce_slices_(guarded_out, guarded_wire.view(1, -1), 3, True, None, None)
+    assert_same_bits(guarded_out, out, "out of blocks")
     for source, target in itertools.product(FLOATS, FLOATS):
         values, scale = torch.randn(numel).to(source), torch.tensor(0.3) if numel % 2 else None
         flat = torch.empty(numel, dtype=target)

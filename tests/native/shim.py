@@ -87,6 +87,10 @@ class _SumArgs(ctypes.Structure):
     ]
 
 
+class _QuantizeArgs(ctypes.Structure):
+    _fields_ = [("wire", c_void_p), ("values", c_void_p), ("numel", c_int64), ("dtype", c_int32)]
+
+
 class _ReduceArgs(ctypes.Structure):
     _fields_ = [
         ("out", c_void_p),
@@ -184,10 +188,11 @@ class Shim:
         library = directory / "shim.so"
         run([os.environ.get("CXX", "g++"), "-shared", *objects, "-o", library])
         self._library = ctypes.CDLL(str(library))
-        for name in ("adamw", "reduce_slices", "sum_squares", "sum_pairs", "flatten", "unflatten"):
+        for name in ("adamw", "quantize", "reduce_slices", "sum_squares", "sum_pairs", "flatten", "unflatten"):
             getattr(self._library, f"run_{name}").restype = c_char_p
         for name, struct in (
             ("adamw", _AdamwArgs),
+            ("quantize", _QuantizeArgs),
             ("reduce", _ReduceArgs),
             ("sum_squares", _SumSquaresArgs),
             ("flatten", _FlattenArgs),
@@ -272,6 +277,11 @@ class Shim:
         )
         self._run("adamw", ctypes.byref(args))
 
+    def quantize_(self, wire: Tensor, values: Tensor) -> None:
+        """Write values as blocks of the wire."""
+        args = _QuantizeArgs(_pointer(wire), _pointer(values), values.numel(), _DTYPES[values.dtype])
+        self._run("quantize", ctypes.byref(args))
+
     def reduce_slices_(
         self,
         out: Tensor,
@@ -285,10 +295,10 @@ class Shim:
     ) -> None:
         """Reduce slices, and sum the squares of the result."""
         sum_args, _partials = self._sum_args(out.numel(), segments, sums)
-        world_size, numel = len(slices) + (own is not None), slices.shape[1]
+        world_size = len(slices) + (own is not None)
         pointers = (_pointer(out), _pointer(slices), _pointer(own), own_rank)
-        dtype = _DTYPES[slices.dtype]
-        args = _ReduceArgs(*pointers, world_size, numel, dtype, divisor, accumulate, sum_args)
+        dtype = _DTYPES[torch.int8 if slices.dtype == torch.uint8 else slices.dtype]
+        args = _ReduceArgs(*pointers, world_size, out.numel(), dtype, divisor, accumulate, sum_args)
         self._run("reduce_slices", ctypes.byref(args))
 
     def sum_squares_(

@@ -220,7 +220,12 @@ class Communicator(Agreements):
         announce(label, full.nbytes)
         numel = full.numel() // hop.num_ranks
         self._count(hop, numel * full.element_size())
-        if full.device.type in self._native_devices:
+        is_native = full.device.type in self._native_devices
+        if is_native and full.dtype == torch.uint8:
+            slices = full.new_empty(hop.num_ranks, numel)
+            work = dist.all_to_all_single(slices.view(-1), full, group=hop.group, async_op=True)
+            return Received(slices, None, 0), Pending(label, [work], [full, slices], is_native=True)
+        if is_native:
             total = full.new_empty(1, numel)
             reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
             work = reduce_scatter(total.view(-1), full, group=hop.group, async_op=True)

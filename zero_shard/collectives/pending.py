@@ -77,7 +77,8 @@ class Received(NamedTuple):
     """What an exchange brings: slices of one range from W ranks, as ``reduce_slices_`` takes them.
 
     Attributes:
-        slices: [K, n]: of the other W - 1 ranks in their order, or the sum of all, K = 1 (NCCL).
+        slices: [K, n]: of the other W - 1 ranks in their order, the sum of all, K = 1, or (blocks of codes,
+            which NCCL can't add) of all W ranks.
         own: [n], that of this rank, where it was flattened; None if it is in the sum.
         own_rank: Of this rank among the W.
     """

@@ -60,7 +60,7 @@ class Links:
         if num_crossings == 0:
             return message.num_steps * self.within.alpha_s + message.sent_nbytes / self.within.bytes_per_s
         share = num_crossings / (num_ranks - 1)  # of the steps, or of the peers that a message may go to
-        if message.kind == "send":
+        if message.kind in ("send", "all_to_all"):
             num_away = (num_ranks - sizes[0]) / (num_ranks - 1)
             ways = ((1 - num_away, self.within), (num_away, self.between))
             return sum(part * (link.alpha_s + message.sent_nbytes / link.bytes_per_s) for part, link in ways)

@@ -12,6 +12,14 @@ bucket is flattened and sent while the one before it is on its way.
 # Note [Patience]
 At stage 3 a peer on another path may be waiting for our part of a gather while we wait for its part of an exchange. So
 there the wait in the middle of backward ends after a while, and backward goes on with one more exchange in flight.
+
+# Note [8 bits on the wire]
+Where ``reduce_dtype`` is int8, what a hop sends is quantized first, also the sums of an earlier hop:
+
+    floats [N] -> blocks of 260 bytes [N / 256 * 260] -> exchange -> decoded while they are added in fp32
+
+A rank's slice for itself goes the same way, so that the result does not depend on who owns it. Slots, shards and parts
+of shards are whole blocks, and a block is 256 elements of one parameter: the bits show neither stage nor bucket size.
 """
 
 from __future__ import annotations
@@ -25,6 +33,7 @@ from torch import Tensor
 
 from zero_shard.buffers import Bucket
 from zero_shard.collectives import Communicator, Pending, Received
+from zero_shard.layout import BLOCK_NUMEL, WIRE_BLOCK_NBYTES
 from zero_shard.ops import Kernels
 from zero_shard.pages import on_large_pages
 from zero_shard.phases import Phase
@@ -49,12 +58,11 @@ class Exchanges:
 
     Args:
         communicator: The ranks.
-        kernels: flatten_ and reduce_slices_.
-        reduce_dtype: dtype on the wire; None = the parameters'. fp64 gradients always travel as fp64.
+        kernels: flatten_, quantize_ and reduce_slices_.
     """
 
-    def __init__(self, communicator: Communicator, kernels: Kernels, reduce_dtype: torch.dtype | None) -> None:
-        self._communicator, self._kernels, self._reduce_dtype = communicator, kernels, reduce_dtype
+    def __init__(self, communicator: Communicator, kernels: Kernels) -> None:
+        self._communicator, self._kernels = communicator, kernels
         self._in_flight: list[_Exchange] = []
         self.is_crossing = True  # sums go on across replicas; else they stay in ``bucket.partial``
         self.takes_squares = False  # somebody asks for norms: take the sums of squares while reducing
@@ -66,17 +74,19 @@ class Exchanges:
         Args:
             gradients: Position in the bucket and gradient, ascending; others count as zero.
         """
-        wire_dtype = bucket.dtype
-        if self._reduce_dtype is not None and bucket.dtype != torch.float64:
-            wire_dtype = self._reduce_dtype
+        dtype = bucket.grad_dtype if bucket.has_wire_blocks else bucket.storage.wire_dtype
         with Phase("reduce", bucket.label):
-            wire = on_large_pages(torch.empty(bucket.layout.numel, dtype=wire_dtype, device=bucket.device))
-            self._kernels.flatten_(wire, *flat_gradients(bucket, gradients), None)
-            self._in_flight.append(self._exchange(bucket, 0, wire))
+            flat = on_large_pages(torch.empty(bucket.layout.numel, dtype=dtype, device=bucket.device))
+            self._kernels.flatten_(flat, *flat_gradients(bucket, gradients), None)
+            self._in_flight.append(self._exchange(bucket, 0, flat))
 
     def _exchange(self, bucket: Bucket, number: int, full: Tensor) -> _Exchange:
-        """Start one hop of the exchange of a bucket."""
+        """Start one hop of the exchange of a bucket. See Note [8 bits on the wire]."""
         communicator, way = self._communicator, ""
+        if bucket.has_wire_blocks:
+            wire = torch.empty(full.numel() // BLOCK_NUMEL * WIRE_BLOCK_NBYTES, dtype=torch.uint8, device=full.device)
+            self._kernels.quantize_(wire, full)
+            full = wire
         if number:
             way = " across hosts" if number < communicator.num_inner_hops else " across replicas"
         label = f"the gradients of {bucket.label}{way}"
@@ -137,11 +147,11 @@ class Exchanges:
         if number == communicator.num_inner_hops - 1 < num_hops - 1:  # see Note [Crossing replicas] in crossings.py
             accumulate = bucket.partial is not None
             if bucket.partial is None:
-                bucket.partial = torch.empty(slices.shape[1], dtype=bucket.math_dtype, device=bucket.device)
+                bucket.partial = _sum_of(bucket, slices)
             self._kernels.reduce_slices_(bucket.partial, slices, 1, accumulate, None, None, *own_slice)
             return self._exchange(bucket, number + 1, bucket.partial) if self.is_crossing else None
         if number < num_hops - 1:
-            partial = torch.empty(slices.shape[1], dtype=bucket.math_dtype, device=bucket.device)
+            partial = _sum_of(bucket, slices)
             self._kernels.reduce_slices_(partial, slices, 1, False, None, None, *own_slice)
             return self._exchange(bucket, number + 1, partial)
         accumulate = bucket.grad is not None
@@ -165,3 +175,10 @@ class Exchanges:
         label = f"the gradients of {bucket.label} from replicas"
         pending = communicator.all_gather_(replicas, bucket.grad, 3 * bucket.index, label)
         return _Exchange(bucket, num_hops, None, pending)
+
+
+def _sum_of(bucket: Bucket, slices: Tensor) -> Tensor:
+    """Return memory for the sum of slices [K, n], or of as many blocks of the wire."""
+    numel = slices.shape[1]
+    numel = numel // WIRE_BLOCK_NBYTES * BLOCK_NUMEL if bucket.has_wire_blocks else numel
+    return torch.empty(numel, dtype=bucket.math_dtype, device=bucket.device)

@@ -37,14 +37,11 @@ class Reducer:
 
     Args:
         communicator: The ranks; split into shards before the first bucket is added.
-        kernels: flatten_, reduce_slices_ and sum_squares_.
-        reduce_dtype: dtype on the wire; None = the parameters'. fp64 gradients always travel as fp64.
+        kernels: flatten_, quantize_, reduce_slices_ and sum_squares_.
         is_eager: Reduce in backward (stages 0, 2, 3), or only when the gradient is read (stage 1).
     """
 
-    def __init__(
-        self, communicator: Communicator, kernels: Kernels, reduce_dtype: torch.dtype | None, is_eager: bool
-    ) -> None:
+    def __init__(self, communicator: Communicator, kernels: Kernels, is_eager: bool) -> None:
         self.buckets: list[Bucket] = []
         self.slots: list[GradSlot] = []
         self.handles: list[Any] = []  # of every hook
@@ -70,7 +67,7 @@ class Reducer:
         self._local_nbytes = 0
         self._crossings = Crossings(communicator)
         self._rounds = Rounds(self.buckets, self.slots, communicator)
-        self.exchanges = Exchanges(communicator, kernels, reduce_dtype)
+        self.exchanges = Exchanges(communicator, kernels)
         self.plain_gradients = PlainGradients(kernels)
         self.gradients = SlotGradients(self.buckets, self.slots, self.plain_gradients if self._is_alone else None)
         self.norms = GradientNorms(self.buckets, self.slots, communicator, kernels, self.plain_gradients)
