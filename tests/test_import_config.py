@@ -113,7 +113,12 @@ def test_list_of_keys_is_that_of_deepspeed() -> None:
         ),
         (
             {
-                "zero_optimization": {"stage": 3, "stage3_prefetch_bucket_size": 0, "mics_shard_size": 8},
+                "zero_optimization": {
+                    "stage": 3,
+                    "stage3_prefetch_bucket_size": 0,
+                    "mics_shard_size": 8,
+                    "zero_quantized_gradients": True,
+                },
                 "bfloat16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True},
                 "data_types": {"buffer_dtype": "bf16"},
                 "gradient_clipping": 1,
@@ -121,6 +126,7 @@ def test_list_of_keys_is_that_of_deepspeed() -> None:
             {
                 "stage": 3,
                 "prefetch": 0,
+                "reduce_dtype": "int8",
                 "param_dtype": {"params": "bfloat16", "norms": "bfloat16", "buffers": "bfloat16"},
                 "state_dtype": "bfloat16",
                 "master": "none",

@@ -132,6 +132,8 @@ def _wire(reading: Reading, taken: Mapping[str, Any]) -> dict[str, tuple[Any, st
     dtype = _dtype(reading, "communication_data_type")
     if dtype is not None:
         found["reduce_dtype"] = (dtype, "communication_data_type")
+    if reading.get("zero_optimization.zero_quantized_gradients", bool, False):
+        found["reduce_dtype"] = ("int8", "zero_optimization.zero_quantized_gradients")
     num_elements = reading.get("zero_optimization.reduce_bucket_size", int, None, lower=1)
     if num_elements is None:
         return found

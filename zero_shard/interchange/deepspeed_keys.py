@@ -17,6 +17,7 @@ MAPPED = frozenset(
     data_types data_types.param_dtype data_types.buffer_dtype
     zero_optimization zero_optimization.stage zero_optimization.reduce_bucket_size
     zero_optimization.prefetch_bucket_size zero_optimization.zero_hpz_partition_size zero_optimization.mics_shard_size
+    zero_optimization.zero_quantized_gradients
     checkpoint
     """.split()
 )
@@ -26,7 +27,7 @@ _WHOLE = "zero_shard.full_state_dict(model) gives whole weights"
 # Nothing need be done; a text says what is different, and is shown where the key is set.
 HARMLESS = {
     "steps_per_print": "",
-    "wall_clock_breakdown": "",
+    "wall_clock_breakdown": "zero_shard.Monitor writes the parts of a step",
     "memory_breakdown": "optimizer.usage() says what is held",
     "dump_state": "",
     "disable_python_gc": "call gc.disable() yourself",
@@ -35,9 +36,9 @@ HARMLESS = {
     "timers": "",
     "comms_logger": "optimizer.usage() says what is sent",
     "flops_profiler": "torch.profiler shows the steps",
-    "tensorboard": "write to TensorBoard in the script",
+    "tensorboard": "zero_shard.Monitor(optimizer, tensorboard=True)",
     "wandb": "call wandb in the script",
-    "csv_monitor": "write metrics in the script",
+    "csv_monitor": "zero_shard.Monitor writes lines of JSON",
     "comet": "call comet in the script",
     "aio": "",
     "datastates_ckpt": "zero_shard.async_save saves while training goes on",
@@ -98,7 +99,7 @@ HARMLESS = {
 }
 
 _OFFLOAD = 'nothing is offloaded; remove it and see what fits with zero-shard plan, or take state_dtype = "int8"'
-_QUANTIZED = 'remove it; weights and gradients travel in bfloat16 with param_dtype = "bfloat16"'
+_QUANTIZED = 'remove it; weights travel in bfloat16 with param_dtype = "bfloat16"'
 _GONE = "DeepSpeed itself has dropped it; remove it"
 
 # What changes the training and does not exist here, with the remedy; refused if the value asks for it.
@@ -133,7 +134,6 @@ REFUSED = {
     "zero_optimization.cpu_offload_use_pin_memory": _OFFLOAD,
     "zero_optimization.zenflow": _OFFLOAD,
     "zero_optimization.zero_quantized_weights": _QUANTIZED,
-    "zero_optimization.zero_quantized_gradients": _QUANTIZED,
     "zero_optimization.zeropp_loco_param": _QUANTIZED,
     "zero_optimization.zero_quantized_nontrainable_weights": "frozen weights are not quantized; remove it",
 }
