@@ -20,7 +20,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 import zero_shard
 
-_WIDTH = 256
+_WIDTH = 512  # so that a bucket is exchanged in two pieces
 _LAYER_NUMEL = (_WIDTH + 1) * _WIDTH
 _BUCKET_MIB = 2 * _LAYER_NUMEL * 4 / 2**20  # two layers in fp32
 _SMALL_NBYTES = 64 << 10  # activations, tables and Python's own tensors; it doesn't grow with the model
@@ -112,7 +112,7 @@ def _formula_itemsize(stage: int, dtype: torch.dtype, world_size: int) -> dict[s
 def _extra_nbytes(stage: int, dtype: torch.dtype, world_size: int) -> int:
     """Return what may be held beside the formula in backward: two buckets and a gradient, or two units with gradients.
 
-    See Note [One exchange in flight] in ``stages/exchanges.py``.
+    See Note [Exchanges in flight] in ``stages/exchanges.py``.
     """
     if stage == 3 and world_size > 1:
         return 2 * 2 * _LAYER_NUMEL * dtype.itemsize + _WIDTH * _WIDTH * dtype.itemsize

@@ -14,7 +14,7 @@ from zero_shard.buffers import Bucket, Place, Storage, make_bucket
 from zero_shard.collectives import Communicator
 from zero_shard.config import ZeroConfig
 from zero_shard.gathering import layer_of, widen
-from zero_shard.layout import capped_bucket_nbytes, split_into_buckets
+from zero_shard.layout import capped_bucket_nbytes, piece_nbytes, split_into_buckets
 from zero_shard.masters import home_of, keep_own
 from zero_shard.module_names import plain_named_parameters, wrapped_params
 from zero_shard.precision import Precision
@@ -257,6 +257,10 @@ class Builder:
 
     def _build_buckets(self, named: Sequence[NamedParam], nbytes: int) -> None:
         buckets: list[list[NamedParam]] = []
+        if named:
+            self._reducer.exchanges.expect(nbytes)
+        if not self._communicator.is_native:  # see Note [Exchanges in flight]
+            nbytes = piece_nbytes(nbytes)
         for kind in self._by_kind(list(reversed(named))):
             sizes = [self._nbytes(param) for _, param in kind]
             buckets += [[kind[i] for i in positions] for positions in split_into_buckets(sizes, nbytes)]

@@ -21,6 +21,8 @@ BLOCK_NUMEL = 256  # elements that share a scale where moments or the wire have 
 SCALE_NBYTES = 4  # of a block on the wire: float32, and a byte for each element follows
 WIRE_BLOCK_NBYTES = SCALE_NBYTES + BLOCK_NUMEL
 _SMALLEST_CAP_NBYTES = 1 << 20
+_SMALLEST_PIECE_NBYTES = 1 << 20
+_PIECES_PER_BUCKET = 4
 _BUCKETS_PER_MODEL = 8  # fewer would neither overlap with backward nor bound the extra memory
 
 
@@ -114,6 +116,11 @@ def split_into_buckets(nbytes: Sequence[int], bucket_nbytes: int) -> list[range]
 def capped_bucket_nbytes(bucket_mib: float, model_nbytes: int) -> int:
     """Return the size of a bucket in bytes: as configured, but never larger than the model needs."""
     return int(min(bucket_mib * 2**20, max(_SMALLEST_CAP_NBYTES, -(-model_nbytes // _BUCKETS_PER_MODEL))))
+
+
+def piece_nbytes(bucket_nbytes: int) -> int:
+    """Return the size of what a bucket is exchanged in where several exchanges may be in flight at once."""
+    return max(bucket_nbytes // _PIECES_PER_BUCKET, min(bucket_nbytes, _SMALLEST_PIECE_NBYTES))
 
 
 def dense_strides(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:

@@ -2,12 +2,14 @@
 
 local gradients -> flatten [N] -> exchange -> W slices [n] -> ordered fp32 sum / W (+ squares) -> bucket.grad [n]
 
-# Note [One exchange in flight]
-Extra memory stays below two buckets and one gradient: an exchange holds the flattened bucket, which has the own slice,
-and the W - 1 received ones. It is finished before the next bucket is flattened, and as soon as a quarter of a bucket of
-new gradients has piled up beside it. Only the end of backward starts what is left without finishing: ranks that took
-other paths may need this one's part of them before they get here. After backward gradients only get fewer: there, one
-bucket is flattened and sent while the one before it is on its way.
+# Note [Exchanges in flight]
+Extra memory stays at about two buckets and one gradient: an exchange holds the flattened bucket, which has the own
+slice, and the W - 1 received ones, and counts as two. Whenever exchanges and the gradients that pile up beside them
+would take more than two and a quarter, the oldest is finished. So that several fit, a bucket is exchanged in pieces
+where a wait blocks the host (gloo): a rank that is late then does not stop the others at once. Only the end of backward
+starts what is left without finishing: ranks that took other paths may need this one's part of them before they get
+here. After backward gradients only get fewer: there, one piece is flattened and sent while the one before it is on its
+way.
 
 # Note [Patience]
 At stage 3 a peer on another path may be waiting for our part of a gather while we wait for its part of an exchange. So
@@ -24,7 +26,6 @@ of shards are whole blocks, and a block is 256 elements of one parameter: the bi
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -44,6 +45,7 @@ class _Exchange(NamedTuple):
     """An exchange in flight.
 
     Attributes:
+        nbytes: Of what it sends and receives, at the most.
         hop: Which of the communicator's ``reduce_hops`` it takes; their number: the gather of the replicas' parts.
     """
 
@@ -51,6 +53,7 @@ class _Exchange(NamedTuple):
     hop: int
     received: Received | None
     pending: Pending
+    nbytes: int
 
 
 class Exchanges:
@@ -64,20 +67,23 @@ class Exchanges:
     def __init__(self, communicator: Communicator, kernels: Kernels) -> None:
         self._communicator, self._kernels = communicator, kernels
         self._in_flight: list[_Exchange] = []
+        self._budget_nbytes = 0
         self.is_crossing = True  # sums go on across replicas; else they stay in ``bucket.partial``
         self.takes_squares = False  # somebody asks for norms: take the sums of squares while reducing
         self.at_reduced: Callable[[Bucket, Received], None] | None = None  # called with what has just been summed
 
-    def start(self, bucket: Bucket, gradients: Sequence[tuple[int, Tensor]]) -> None:
+    def start(self, bucket: Bucket, gradients: list[tuple[int, Tensor]]) -> None:
         """Flatten full gradients of a bucket and start to exchange slices. All ranks call in the same order.
 
         Args:
-            gradients: Position in the bucket and gradient, ascending; others count as zero.
+            gradients: Position in the bucket and gradient, ascending; others count as zero. Is emptied, so that their
+                memory is free before that for the slices is taken.
         """
         dtype = bucket.grad_dtype if bucket.has_wire_blocks else bucket.storage.wire_dtype
         with Phase("reduce", bucket.label):
             flat = on_large_pages(torch.empty(bucket.layout.numel, dtype=dtype, device=bucket.device))
             self._kernels.flatten_(flat, *flat_gradients(bucket, gradients), None)
+            gradients.clear()
             self._in_flight.append(self._exchange(bucket, 0, flat))
 
     def _exchange(self, bucket: Bucket, number: int, full: Tensor) -> _Exchange:
@@ -91,18 +97,23 @@ class Exchanges:
             way = " across hosts" if number < communicator.num_inner_hops else " across replicas"
         label = f"the gradients of {bucket.label}{way}"
         received, pending = communicator.exchange(communicator.reduce_hops[number], full, 3 * bucket.index, label)
-        return _Exchange(bucket, number, received, pending)
+        return _Exchange(bucket, number, received, pending, 2 * full.nbytes)
 
-    def last_nbytes(self) -> float:
-        """Bytes of the bucket whose exchange was started last; inf if none is in flight."""
-        return self._in_flight[-1].bucket.full_nbytes if self._in_flight else math.inf
+    def expect(self, bucket_nbytes: int) -> None:
+        """Expect buckets of this size; see Note [Exchanges in flight]."""
+        self._budget_nbytes = max(self._budget_nbytes, 9 * bucket_nbytes // 4)
 
-    def finish(self, patience_s: float | None = None) -> bool:
-        """Wait for exchanges in flight and add their slices to the buckets' gradients; return whether all are done."""
-        while self._in_flight:
+    def make_room(self, nbytes: int, patience_s: float | None) -> bool:
+        """Finish the oldest exchanges until so many bytes fit beside the others; return whether they do. Blocks."""
+        while self._in_flight and sum(each.nbytes for each in self._in_flight) + nbytes > self._budget_nbytes:
             if not self._finish_first(patience_s):
                 return False
         return True
+
+    def finish(self) -> None:
+        """Wait for exchanges in flight and add their slices to the buckets' gradients."""
+        while self._in_flight:
+            self._finish_first()
 
     def finish_older(self) -> None:
         """Finish all exchanges in flight but the one that was started last."""
@@ -139,7 +150,7 @@ class Exchanges:
 
     def _advance(self, exchange: _Exchange) -> _Exchange | None:
         """Use what an exchange has brought; return the one that follows where there are more hops."""
-        bucket, number, received, _ = exchange
+        bucket, number, received = exchange.bucket, exchange.hop, exchange.received
         communicator, num_hops = self._communicator, len(self._communicator.reduce_hops)
         if received is None:
             return None
@@ -174,7 +185,7 @@ class Exchanges:
             return None
         label = f"the gradients of {bucket.label} from replicas"
         pending = communicator.all_gather_(replicas, bucket.grad, 3 * bucket.index, label)
-        return _Exchange(bucket, num_hops, None, pending)
+        return _Exchange(bucket, num_hops, None, pending, 0)
 
 
 def _sum_of(bucket: Bucket, slices: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
     autograd -> slot.local (full, own)  -> flatten -> exchange slices -> ordered fp32 sum -> bucket.grad (own range)
 
-See Note [Rounds] in ``rounds.py``, Note [Crossing replicas] in ``crossings.py``, Note [One exchange in flight] and
+See Note [Rounds] in ``rounds.py``, Note [Crossing replicas] in ``crossings.py``, Note [Exchanges in flight] and
 Note [Patience] in ``exchanges.py``, and Note [Nested backward] in ``backward_end.py``.
 """
 
@@ -78,6 +78,7 @@ class Reducer:
         """Take charge of the gradients of a bucket. All ranks add the same buckets in the same order."""
         bucket.index = len(self.buckets)
         self.buckets.append(bucket)
+        self.exchanges.expect(bucket.full_nbytes)
         for position in range(len(bucket.params)):
             slot = GradSlot(bucket.first_slot + position, position, bucket, self)
             assert slot.index == len(self.slots)
@@ -193,8 +194,7 @@ class Reducer:
         slot.is_ready = True
         bucket = slot.bucket
         self._local_nbytes += slot.local.nbytes
-        if 4 * self._local_nbytes > self.exchanges.last_nbytes():
-            self._make_room()
+        self._make_room(self._local_nbytes)
         num_missing = self._rounds.num_missing
         num_missing[bucket.index] -= 1
         if num_missing[bucket.index] == 0:
@@ -214,7 +214,7 @@ class Reducer:
     def _start_ready_buckets(self) -> None:
         while (bucket := self._rounds.next_bucket()) is not None:
             if self._is_open:
-                self._make_room()
+                self._make_room(2 * bucket.full_nbytes)
             self._start(bucket)
 
     def finish_backward(self) -> None:
@@ -324,16 +324,16 @@ class Reducer:
         """Start to reduce the local gradients of a bucket, and free them."""
         slots = self.slots[bucket.slots.start : bucket.slots.stop]
         local = [(slot.position, slot.local) for slot in slots if slot.local is not None]
+        self._local_nbytes -= sum(slot.local.nbytes for slot in slots if slot.local is not None and slot.is_ready)
         for slot in slots:
             slot.is_sent |= slot.local is not None
             slot.local = None
         self.exchanges.start(bucket, local)
-        self._local_nbytes = 0
         self._rounds.is_started[bucket.index] = True
 
-    def _make_room(self) -> None:
-        """Finish the exchanges in flight in the middle of backward, unless peers keep away (see Note [Patience])."""
-        if not self.exchanges.finish(self.patience_s if not self._is_impatient else 0.0):
+    def _make_room(self, nbytes: int) -> None:
+        """Finish old exchanges in the middle of backward, unless peers keep away (see Note [Patience])."""
+        if not self.exchanges.make_room(nbytes, self.patience_s if not self._is_impatient else 0.0):
             self._is_impatient = True
 
     # ---- what the optimizer asks for -----------------------------------------------------------------------
