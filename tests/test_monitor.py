@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import math
+import pickle
+import resource
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -12,6 +15,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import numpy
 import pytest
 import ranks
 import torch
@@ -140,32 +144,107 @@ def test_every_so_many_steps_are_one_line(tmp_path: Path) -> None:
     assert [entry["grad_norm"] for entry in steps] == pytest.approx([out[0]["norms"][1], out[0]["norms"][3]])
 
 
+def _odd_loop(stage: int, path: str) -> tuple[list[float], list[dict[str, Any]]]:
+    """Step with a closure, log every second step, number steps with NumPy, and fail in a backward."""
+    model = _model()
+    optimizer, norms = _optimizer(model, stage), []
+    monitor = zero_shard.Monitor(optimizer, path, console=False, tokens_per_step=numpy.int64(64))
+    failing = torch.ones(1, requires_grad=True)
+    failing.register_hook(lambda _: 1 / 0)
+    for step in range(6):
+
+        def closure(step: int = step) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = model(_batch(step)).square().mean()
+            loss.backward()
+            norms.append(float(optimizer.clip_grad_norm_(0.01)))
+            return loss
+
+        loss = optimizer.step(closure)
+        if step % 2:
+            monitor.log(loss=loss, step=numpy.int64(step), tokens=torch.tensor(8))  # type: ignore[arg-type]
+        elif step == 2 and not dist.is_initialized():
+            with pytest.raises(ZeroDivisionError):
+                (model(_batch(step)) + failing).sum().backward()
+            optimizer.zero_grad()
+            monitor.log()
+    monitor.close()
+    monitor.close()
+    with pytest.raises(RuntimeError, match=r"called after close\(\)"):
+        monitor.log()
+    return norms, _lines(Path(path), "step") if _rank() == 0 else []
+
+
+@pytest.mark.parametrize(("world_size", "stage"), [(1, 2), *((2, stage) for stage in _STAGES)])
+def test_odd_loops_get_right_numbers(world_size: int, stage: int, tmp_path: Path) -> None:
+    norms, steps = ranks.run(world_size, _odd_loop, stage, str(tmp_path), has_group=world_size > 1)[0]
+    logged = [1, 2, 3, 5] if world_size == 1 else [1, 3, 5]
+    assert [entry["step"] for entry in steps] == logged
+    assert [entry["grad_norm"] for entry in steps] == pytest.approx([norms[step] for step in logged], rel=1e-6)
+    for entry in steps:
+        parts = [entry[f"{name}_ms"] for name in ("forward", "backward", "optimizer")]
+        assert min(parts) > 0 and sum(parts) <= entry["step_ms"], "a closure's parts are not the optimizer's, too"
+
+
+def _two_monitors(path: str) -> list[list[str]]:
+    model = _model()
+    optimizer, scaler = _optimizer(model, 2), torch.amp.GradScaler("cpu", init_scale=2.0)
+    first, second = (zero_shard.Monitor(optimizer, f"{path}/{name}", console=False) for name in "ab")
+    for step in range(2):
+        out = model(_batch(step))
+        if step == 1:
+            first.close()
+            out.register_hook(lambda grad: grad * math.inf)
+        scaler.scale(out.square().mean()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        for monitor in (first, second)[step:]:
+            monitor.log()
+    second.close()
+    return [[entry.get("event", entry["kind"]) for entry in _lines(Path(path, name))] for name in "ab"]
+
+
+def test_a_monitor_that_is_closed_leaves_the_other_one_alone(tmp_path: Path) -> None:
+    kinds = ranks.run(2, _two_monitors, str(tmp_path))[0]
+    assert kinds == [["run", "step"], ["run", "step", "step", "nonfinite", "skipped"]]
+
+
+def test_watched_model_can_be_pickled_and_copied(optimizer: zero_shard.AdamW) -> None:
+    with zero_shard.Monitor(optimizer, console=False) as monitor:
+        for copied in (pickle.loads(pickle.dumps(optimizer.module)), copy.deepcopy(optimizer.module)):
+            copied(_batch(0)).sum().backward()
+            assert not monitor._timer._spans, "the copy is not watched"
+
+
 # ---- events ---------------------------------------------------------------------------------------------------------
 
 
 def _explode(stage: int, path: str, where: str) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Make something infinite on the last rank in the second step."""
     model = _model()
-    optimizer = _optimizer(model, stage, skip_nonfinite=where != "scaler")
+    optimizer = _optimizer(model, stage, skip_nonfinite="scaler" not in where)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
     monitor, events = zero_shard.Monitor(optimizer, path, console=False), []
     is_last = _rank() == (dist.get_world_size() if dist.is_initialized() else 1) - 1
     for step in range(3):
+        optimizer.zero_grad()
         handle = model[0].register_forward_hook(_explode_in_backward) if step == 1 and is_last else None
         out = model(_batch(step))
         if handle is not None:
             handle.remove()
             out = out * math.inf if where == "loss" else out
         loss = out.square().mean()
-        with pytest.warns(UserWarning) if step == 1 and where != "scaler" else contextlib.nullcontext():
-            if where == "scaler":
+        with pytest.warns(UserWarning) if step == 1 and "scaler" not in where else contextlib.nullcontext():
+            if "scaler" in where:
                 scaler.scale(loss).backward()
                 scaler.step(optimizer)
                 scaler.update()
             else:
                 loss.backward()
                 optimizer.step()
-        optimizer.zero_grad()
+        if where != "scaler, zeroed first":
+            optimizer.zero_grad()
         events += monitor.log(loss=loss)
     events += monitor.close()
     return events, zero_shard.full_state_dict(model)
@@ -176,7 +255,7 @@ def _explode_in_backward(module: nn.Module, args: Any, output: torch.Tensor) -> 
 
 
 @pytest.mark.parametrize(("world_size", "stage"), [(1, 2), *((2, stage) for stage in _STAGES)])
-@pytest.mark.parametrize("where", ["backward", "loss", "scaler"])
+@pytest.mark.parametrize("where", ["backward", "loss", "scaler", "scaler, zeroed first"])
 def test_non_finite_gradient_is_traced_to_parameter_and_rank(
     world_size: int, stage: int, where: str, tmp_path: Path
 ) -> None:
@@ -221,6 +300,40 @@ def test_cut_last_line_is_removed_and_the_rest_kept(tmp_path: Path) -> None:
         lines.write({"x": [math.nan, -math.inf, 1.5]})
         lines.close()
         assert path.read_text() == kept + '{"x": ["nan", "-inf", 1.5]}\n'
+
+
+def _fill_up(path: str) -> tuple[int, str]:
+    """Train on, on a disk that is full after the first line."""
+    optimizer = _optimizer(_model(), 2)
+    monitor = zero_shard.Monitor(optimizer, path, console=False)
+    former = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (Path(path, "run.jsonl").stat().st_size + 30, former[1]))
+    try:
+        _take_steps(optimizer, monitor)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, former)
+    return int(optimizer.held.step_counts()[0]), Path(path, "run.jsonl").read_text()
+
+
+def test_full_disk_costs_the_log_and_not_the_run(tmp_path: Path) -> None:
+    num_steps, text = ranks.run(1, _fill_up, str(tmp_path), has_group=False)[0]
+    assert num_steps == 3
+    assert json.loads(text.splitlines()[0])["kind"] == "run"
+
+
+def test_terminal_that_is_gone_does_not_end_the_run(
+    optimizer: zero_shard.AdamW, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write(*_: Any, **__: Any) -> None:
+        raise BrokenPipeError("gone")
+
+    monitor = zero_shard.Monitor(optimizer, tmp_path, total_steps=3)
+    monkeypatch.setattr(monitor._bar._bar, "update", write)  # type: ignore[union-attr]
+    _take_steps(optimizer, monitor)
+    assert len(_lines(tmp_path, "step")) == 3
+    assert [record.getMessage() for record in caplog.records] == [
+        "zero_shard: the monitor can't write any more and goes on without its ProgressBar: gone"
+    ]
 
 
 def _resume(path: str, is_numbered: bool) -> None:

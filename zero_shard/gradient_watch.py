@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -54,17 +55,26 @@ class GradientWatch:
 
     def __init__(self, reducer: Reducer, tables: SlotTables, communicator: Communicator) -> None:
         self._reducer, self._tables, self._communicator = reducer, tables, communicator
+        self._watchers: weakref.WeakSet[Watcher] = weakref.WeakSet()
         self.origin: int | None = None
 
     def begin(self, watcher: Watcher) -> None:
         """Have squares summed while gradients are reduced, and tell the watcher, held weakly. All ranks call."""
         exchanges = self._reducer.exchanges
         exchanges.takes_squares, exchanges.at_reduced = True, weakly(self._look)
-        self._reducer.before_zero_grad = weakly(watcher.before_zero_grad)
+        self._watchers.add(watcher)
+        self._reducer.before_zero_grad = weakly(self._before_zero_grad)
 
-    def end(self) -> None:
-        """Tell nobody any more."""
-        self._reducer.exchanges.at_reduced = self._reducer.before_zero_grad = None
+    def end(self, watcher: Watcher) -> None:
+        """Tell this one no more."""
+        self._watchers.discard(watcher)
+        if not self._watchers:
+            self._reducer.exchanges.at_reduced = self._reducer.before_zero_grad = None
+
+    @property
+    def has_reduced(self) -> bool:
+        """Whether the present gradients are the mean ones."""
+        return self._reducer.has_reduced
 
     def squares(self, groups: Sequence[dict[str, Any]]) -> Squares:
         """Return the sums of squares of the present gradients, as they were before any clip. Local; no GPU waits."""
@@ -74,6 +84,10 @@ class GradientWatch:
         """Begin anew: the next norm is the first one, the next non-finite gradient too."""
         self._reducer.norms.forget()
         self.origin = None
+
+    def _before_zero_grad(self) -> None:
+        for watcher in list(self._watchers):
+            watcher.before_zero_grad()
 
     def _look(self, bucket: Bucket, received: Received) -> None:
         """Find out which rank's slice is not finite, if the sum is not."""

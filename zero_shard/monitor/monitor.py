@@ -13,6 +13,8 @@ import math
 import resource
 import sys
 from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from time import perf_counter
 from types import TracebackType
@@ -89,7 +91,7 @@ class Monitor:
         buckets = optimizer.held.buckets
         self._device = buckets[0].device if buckets else torch.device("cpu")
         self._outputs: list[Any] = []
-        self._lines: JsonLines | None = None
+        self._is_appending = self._is_closed = False
         self._bar: ProgressBar | None = None
         with self._ranks.errors_on_all_ranks("opening the files of the monitor"):
             if self._ranks.rank == 0:
@@ -112,9 +114,11 @@ class Monitor:
         if path is not None:
             path = Path(path)
             file = path if path.suffix == ".jsonl" else path / _FILE_NAME
-            self._lines = JsonLines(file)
+            lines = JsonLines(file)
+            self._outputs.append(lines)
+            self._is_appending = lines.has_lines
             more = {"every": self._every, "tokens_per_step": self._tokens_per_step}
-            self._lines.write({**facts_of_run(self._optimizer, self._device), **more})
+            lines.write({**facts_of_run(self._optimizer, self._device), **more})
             if tensorboard:
                 self._outputs.append(TensorBoard(file.parent))
         if console:
@@ -134,20 +138,25 @@ class Monitor:
         Returns:
             Events that have become known, oldest first, the same on all ranks.
         """
+        if self._is_closed:
+            raise RuntimeError("Monitor.log was called after close(); build another Monitor to go on")
+        step = None if step is None else int(step)
         if self._step is None:
             self._begin_counting(step)
         self._step = self._step + 1 if step is None else step  # type: ignore[operator]
         tally = self._tally
+        if tally.squares is None:
+            self.before_zero_grad()
         tally.num_steps += 1
         tally.num_skipped += not self._has_stepped
-        tally.tokens += tokens
+        tally.tokens += int(tokens)
         if loss is not None:
-            is_late = isinstance(loss, Tensor) and loss.is_cuda
-            tally.loss_sum = tally.loss_sum + (loss if is_late else float(loss))
+            is_late = self._timer.is_on_gpu and isinstance(loss, Tensor) and loss.device == self._device
+            tally.loss_sum = tally.loss_sum + (loss.double() if is_late else float(loss))  # type: ignore[union-attr]
             tally.num_losses += 1
         self._has_stepped = False
         if self._bar is not None:
-            self._bar.advance()
+            self._try(self._bar, self._bar.advance)
         events: list[Entry] = []
         if tally.num_steps >= self._every:
             self._unsent.append(self._end_record())
@@ -158,7 +167,7 @@ class Monitor:
 
     def event(self, name: str, message: str, *, parameter: str | None = None, rank: int | None = None) -> None:
         """Note something that has happened, such as a rollback; rank 0 writes it. Local."""
-        self._write_event(event_entry(self._step or 0, name, message, parameter, rank))
+        self._write(event_entry(self._step or 0, name, message, parameter, rank))
 
     def close(self) -> list[Entry]:
         """Write what is left, and look no more. All ranks call; blocks. Returns the events left, as `log` does."""
@@ -181,13 +190,16 @@ class Monitor:
             self._detach()
 
     def _detach(self) -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
         self._timer.close()
-        self._watch.end()
+        self._watch.end(self)
         for handle in self._handles:
             handle.remove()
-        for output in [*self._outputs, *([self._lines] if self._lines is not None else [])]:
-            output.close()
-        self._outputs, self._handles, self._lines, self._bar = [], [], None, None
+        for output in self._outputs:
+            self._try(output, output.close)
+        self._outputs, self._bar = [], None
 
     # ---- hooks ---------------------------------------------------------------------------------------------
 
@@ -204,8 +216,8 @@ class Monitor:
             self._held_s, self._held_nbytes = now, self._optimizer.usage().held_nbytes
 
     def before_zero_grad(self) -> None:
-        """Look at gradients that are dropped without a step: a GradScaler has skipped it. Called by the reducer."""
-        if not self._has_stepped and self._timer.has_backward:
+        """Look at gradients that see no step: a GradScaler has skipped it. Called by the reducer, before they go."""
+        if not self._has_stepped and self._timer.has_backward and self._watch.has_reduced:
             self._look()
 
     @property
@@ -213,7 +225,7 @@ class Monitor:
         return self._tally.num_steps + 1 >= self._every
 
     def _look(self) -> None:
-        if self._is_due and self._tally.squares is None:
+        if self._is_due:
             found = self._watch.squares(self._optimizer.param_groups)
             self._tally.squares = Squares(_on_host(found.total), _on_host(found.sums), found.buckets)
 
@@ -224,7 +236,7 @@ class Monitor:
         self._step = max(0, counted - self._has_stepped) if step is None else step - 1
         if self._bar is not None:
             self._bar.begin_at(self._step)
-        if self._lines is not None and self._lines.has_lines:
+        if self._is_appending:
             self.event("resume", f"the log goes on after step {self._step}, on {self._ranks.num_ranks} ranks")
 
     def _end_record(self) -> Record:
@@ -264,10 +276,8 @@ class Monitor:
             alarm = None if entry[key] is None else band.add(entry[key])
             if alarm is not None:
                 events.append(rows.event("drift", alarm))
-        if self._lines is not None or self._outputs:
-            self._write(entry)
-            for event in events:
-                self._write_event(event)
+        for each in (entry, *events):
+            self._write(each)
         return events
 
     def _names_in_order(self) -> list[str]:
@@ -281,23 +291,20 @@ class Monitor:
     # ---- writing -------------------------------------------------------------------------------------------
 
     def _write(self, entry: Entry) -> None:
-        for output in self._outputs:
-            output.step(entry)
-        self._append(entry)
+        for output in [*self._outputs]:
+            self._try(output, getattr(output, entry["kind"]), entry)
 
-    def _write_event(self, entry: Entry) -> None:
-        for output in self._outputs:
-            output.event(entry)
-        self._append(entry)
-
-    def _append(self, entry: Entry) -> None:
-        if self._lines is None:
-            return
+    def _try(self, output: Any, call: Callable[..., None], *args: Any) -> None:
+        """Go on without an output that fails: a full disk, or a terminal that is gone, is no reason to end a run."""
         try:
-            self._lines.write(entry)
-        except OSError as error:  # a full disk is no reason to end a run
-            _LOG.warning("zero_shard: the monitor can't write any more and goes on without its file: %s", error)
-            self._lines = None
+            call(*args)
+        except OSError as error:
+            name = type(output).__name__
+            _LOG.warning("zero_shard: the monitor can't write any more and goes on without its %s: %s", name, error)
+            self._outputs = [each for each in self._outputs if each is not output]
+            self._bar = None if output is self._bar else self._bar
+            with suppress(OSError):
+                output.close()
 
 
 def _check(

@@ -34,7 +34,9 @@ class JsonLines:
 
     def write(self, entry: Entry) -> None:
         """Append an entry."""
-        self._file.write(json.dumps(_valid(entry), allow_nan=False) + "\n")
+        self._file.write(json.dumps(_valid(entry), allow_nan=False, default=float) + "\n")
+
+    step = event = write
 
     def close(self) -> None:
         """Close the file."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from time import perf_counter
 from typing import Any, NamedTuple, Protocol
 
@@ -14,7 +15,29 @@ from zero_shard.collectives import pending
 from zero_shard.stages.backward_end import call_at_end, is_inside_node
 from zero_shard.stages.hooks import is_in_graph_task, tensors_in, weakly
 
+_OF_MODULE = ("forward", "backward")
 _COMPILER_REASON = "zero_shard.Monitor takes the time of this module; a compiler goes on inside of it"
+
+
+class _Hook:
+    """A hook that no compiler looks into. With a copy of its module, or in a pickle, it is one that does nothing."""
+
+    def __init__(self, method: Callable[..., None]) -> None:
+        self._call = torch.compiler.disable(weakly(method), reason=_COMPILER_REASON)
+
+    def __call__(self, *args: Any) -> None:
+        self._call(*args)
+
+    def __reduce__(self) -> Any:
+        return _nothing_hook, ()
+
+
+def _nothing_hook() -> Callable[..., None]:
+    return _do_nothing
+
+
+def _do_nothing(*_: Any) -> None:
+    pass
 
 
 class _Clock(Protocol):
@@ -80,14 +103,12 @@ class Timer:
         self.has_parts = module is not None
         self._spans: dict[str, list[tuple[Any, Any]]] = {}
         self._open: dict[str, Any] = {}
+        self._is_in_closure = False
         self._handles: list[Any] = []
         if module is not None:
-            before, after = (
-                torch.compiler.disable(weakly(m), reason=_COMPILER_REASON) for m in (self._enter, self._leave)
-            )
             self._handles = [
-                module.register_forward_pre_hook(before, prepend=True),
-                module.register_forward_hook(after, always_call=True),
+                module.register_forward_pre_hook(_Hook(self._enter), prepend=True),
+                module.register_forward_hook(_Hook(self._leave), always_call=True),
             ]
         if self.is_on_gpu:
             pending.around_native_wait = weakly(self._wait)
@@ -102,7 +123,7 @@ class Timer:
 
     def _begin_lap(self, now: Any) -> None:
         self._start, self._waited_s = now, phases.seconds["wait"]
-        self._spans = {}
+        self._spans, self._open = {}, {}  # what an exception has left open is none of the next lap
 
     def lap(self) -> Lap:
         """End the present lap and begin the next one."""
@@ -117,7 +138,10 @@ class Timer:
         return "backward" in self._spans or "backward" in self._open
 
     def begin(self, name: str) -> None:
-        """Begin a part."""
+        """Begin a part. A closure's forward and backward interrupt the optimizer's."""
+        if name in _OF_MODULE and "optimizer" in self._open:
+            self.end("optimizer")
+            self._is_in_closure = True
         self._open[name] = self._clock.now()
 
     def end(self, name: str) -> None:
@@ -125,6 +149,9 @@ class Timer:
         start = self._open.pop(name, None)
         if start is not None:
             self._spans.setdefault(name, []).append((start, self._clock.now()))
+        if name in _OF_MODULE and self._is_in_closure:
+            self._is_in_closure = False
+            self.begin("optimizer")
 
     # ---- hooks ---------------------------------------------------------------------------------------------
 

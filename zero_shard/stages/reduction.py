@@ -283,6 +283,11 @@ class Reducer:
             self.exchanges.is_crossing = True
             self._finish_round()
 
+    @property
+    def has_reduced(self) -> bool:
+        """Whether the present gradients are the mean ones, as after `collect`."""
+        return self._is_alone or self._is_fresh
+
     def _finish_round(self) -> None:
         self.exchanges.finish()
         waiting, is_present = self._rounds.agree()
