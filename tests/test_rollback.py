@@ -106,6 +106,7 @@ def test_poisoned_run_goes_on_as_one_that_never_saw_the_batches(tmp_path: Path, 
 def _save_in_trouble(out: str) -> tuple[int, list[str], list[str]]:
     run = _Run(out, 2, {**_CONFIG, "spike_streak": 3})
     run.save(0)
+    run.save(500)  # of another run, from whose beginning this one goes on
     for step in range(1, 9):
         assert run.rollback.check(step, run.step(step, 1e4 if step > 6 else 1.0)) is None
         assert run.rollback.is_well == (step <= 6)
@@ -122,7 +123,9 @@ def test_checkpoint_saved_amid_the_spike_is_not_taken_and_goes(tmp_path: Path) -
     for step, before, after in ranks.run(2, _save_in_trouble, str(tmp_path)):
         assert step == 6
         assert {"step-000", "step-005", "step-006", "step-007"} <= set(before)
-        assert after == ["step-000", "step-005", "step-006"], "a restarted run must not find the bad ones either"
+        assert after == ["step-000", "step-005", "step-006", "step-500"], (
+            "a restarted run must not find the bad ones either"
+        )
 
 
 def _use_up(out: str) -> list[int]:
@@ -249,6 +252,13 @@ def test_bad_settings_are_refused_by_name(tmp_path: Path, config: Any, error: ty
     optimizer = zero_shard.AdamW(model.parameters(), module=model)
     with pytest.raises(error, match=text):
         zero_shard.Rollback(tmp_path, model, optimizer, config)
+
+
+def test_a_loss_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    rollback = zero_shard.Rollback(tmp_path, model, zero_shard.AdamW(model.parameters(), module=model))
+    with pytest.raises(TypeError, match="NoneType"):
+        rollback.check(1, None)  # type: ignore[arg-type]
 
 
 def test_settings_come_from_a_table_of_a_file(tmp_path: Path) -> None:

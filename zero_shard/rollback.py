@@ -149,7 +149,7 @@ class Rollback:
             Whatever `load` raises. In every case on all ranks.
         """
         ranks = self._optimizer.held.ranks
-        own = torch.tensor([_number(loss), _number(grad_norm)], dtype=torch.float64)
+        own = torch.tensor([_number(loss), 0.0 if grad_norm is None else _number(grad_norm)], dtype=torch.float64)
         mean_loss, mean_norm = ranks.all_gather_small(own, "the loss of a step").mean(dim=0).tolist()
         wrong = self._judge(mean_loss, mean_norm)
         if wrong is None:
@@ -201,7 +201,7 @@ class Rollback:
         return RolledBack(step, bad_steps, reason, path, extra)
 
     def _choose(self, end: int, reason: str) -> tuple[Path, list[Path]]:
-        """Return the last checkpoint from before a step, and those beside it from then on. All ranks call."""
+        """Return the last checkpoint from before a step, and those beside it from then to now. All ranks call."""
         ranks, label = self._optimizer.held.ranks, f"a rollback in {self._directory}"
         wait_for_save(self._optimizer)
         chosen: tuple[Path, list[Path]] | None = None
@@ -216,14 +216,15 @@ class Rollback:
                         f"{', '.join(sorted(path.name for path in found)) or 'none'}. Save one before the first step"
                     )
                 path = max(good, key=_step_of)
-                stem = path.name.rstrip("0123456789")
-                chosen = path, [p for p in found if p not in good and p.name.rstrip("0123456789") == stem]
+                stem, suspects = path.name.rstrip("0123456789"), range(end, self._trouble[-1][0] + 1)
+                # What has a later number is of another run: it was there when this one came.
+                chosen = path, [p for p in found if _step_of(p) in suspects and p.name.rstrip("0123456789") == stem]
         result: tuple[Path, list[Path]] = ranks.gather_objects(chosen, label)[0]
         return result
 
 
-def _number(value: Tensor | float | None) -> float:
-    return float(value.detach() if isinstance(value, Tensor) else value or 0.0)
+def _number(value: Tensor | float) -> float:
+    return float(value.detach() if isinstance(value, Tensor) else value)
 
 
 def _step_of(path: Path) -> int:
