@@ -22,7 +22,7 @@ from torch import nn
 
 import zero_shard
 from zero_shard import failure_report
-from zero_shard.collectives import pending
+from zero_shard.collectives import World, pending
 
 _TIMEOUT_S = 3.0
 _VICTIM = 1
@@ -181,6 +181,27 @@ def no_reports(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def _optimizer() -> zero_shard.AdamW:
     model = nn.Linear(3, 3)
     return zero_shard.AdamW(model.parameters(), module=model)
+
+
+def test_each_group_of_a_process_has_a_report_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else what follows a failure would be silent, and the next report take the place of the first."""
+    store, names = dist.HashStore(), []
+    for rank in range(2):
+        monkeypatch.setattr(failure_report, "_num_groups", 0)
+        names.append([failure_report._common_name(World(None, rank, 2, store)) for _ in range(2)])
+    assert names[0] == names[1]
+    assert names[0][0] != names[0][1]
+
+
+@pytest.mark.usefixtures("no_reports")
+def test_error_that_is_its_own_cause_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(failure_report.VARIABLE, str(tmp_path))
+    optimizer = _optimizer()
+    error = ValueError("for a test")
+    error.__cause__ = error
+    failure_report._on_uncaught(ValueError, error, None)
+    assert optimizer.config.stage == 2
+    assert "ValueError: for a test" in next(tmp_path.glob("failure-*.txt")).read_text()
 
 
 @pytest.mark.usefixtures("no_reports")

@@ -97,9 +97,13 @@ class Reporter:
 
     def has_told(self, error: BaseException | None) -> bool:
         """Whether a report has been written of this error, or of what has led to it."""
-        if error is None:
-            return False
-        return str(self.report) in str(error) or self.has_told(error.__cause__ or error.__context__)
+        seen: set[int] = set()
+        while error is not None and id(error) not in seen:  # an error may be its own cause
+            if str(self.report) in str(error):
+                return True
+            seen.add(id(error))
+            error = error.__cause__ or error.__context__
+        return False
 
     def close(self) -> None:
         """Stop; remove the files of this rank unless somebody has failed."""
@@ -242,6 +246,7 @@ def _write(path: Path, text: str) -> None:
 # ---- one for each process ----------------------------------------------------------------------------------
 
 _reporter: Reporter | None = None
+_num_groups = 0  # that this process has been in so far, with reports
 _former_hook: Callable[..., Any] | None = None
 
 
@@ -265,11 +270,13 @@ def begin() -> Reporter | None:
 
 def _common_name(ranks: World) -> str:
     """Return a name that is equal on all ranks: what the first one to come has put into the store."""
+    global _num_groups
     name = f"failure-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{secrets.token_hex(2)}"
     if ranks.store is None:
         return name
-    # torchrun keeps one store over restarts.
-    key = f"zero_shard/reports/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    # torchrun keeps one store over restarts, and a process that ends its group and begins another one may do so.
+    key = f"zero_shard/reports/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{_num_groups}"
+    _num_groups += 1
     return str(ranks.store.compare_set(key, "", name).decode())
 
 
