@@ -7,6 +7,7 @@ import json
 import struct
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -148,23 +149,32 @@ def _add(path: Path) -> None:
     save_file(load_file(path) | {"bonus": torch.ones(2)}, path)
 
 
-def _claim(path: Path) -> None:
+def _claim(path: Path, key: str = "shape", value: Any = (7,)) -> None:
     content = path.read_bytes()
     (length,) = struct.unpack("<Q", content[:8])
     header = json.loads(content[8 : 8 + length])
-    header["scale"]["shape"] = [7]
+    header["scale"][key] = value
     new = json.dumps(header).encode()
     path.write_bytes(struct.pack("<Q", len(new)) + new + content[8 + length :])
+
+
+def _append(path: Path) -> None:
+    with path.open("ab") as file:
+        file.write(b"more")
 
 
 _DAMAGES: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
     "missing": (_rename('"scale"', '"skale"'), ValueError, "no model.scale"),
     "unexpected": (_add, ValueError, "has model.bonus, which the model does not have"),
     "shape": (_transpose, ValueError, r"turned has shape \(5, 4\) in the checkpoint, expected shape \(4, 5\)"),
-    "cut": (_cut, ValueError, "model.safetensors is damaged: it has"),
+    "cut": (_cut, ValueError, "model.safetensors is damaged.*: it has"),
     "empty": (lambda path: path.write_bytes(b""), ValueError, "model.safetensors is damaged, or no safetensors file"),
     "text": (lambda path: path.write_text("x" * 99), ValueError, "model.safetensors is damaged, or no safetensors"),
     "claim": (_claim, ValueError, "damaged.*: scale has 4 bytes, expected 28"),
+    "overlap": (partial(_claim, key="data_offsets", value=(1, 5)), ValueError, "damaged.*: scale begins at byte"),
+    "fraction": (partial(_claim, key="data_offsets", value=(0.5, 4.5)), ValueError, "damaged.*: 'float' object"),
+    "appended": (_append, ValueError, "damaged.*: it has [0-9]+ bytes, expected [0-9]+"),
+    "nested": (lambda path: path.write_bytes(struct.pack("<Q", 99_999) + b"[" * 99_999), ValueError, "is damaged"),
     "dtype": (_rename('"F32"', '"C64"'), NotImplementedError, "has dtype C64, which can't be loaded"),
 }
 

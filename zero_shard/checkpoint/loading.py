@@ -172,7 +172,10 @@ class _Job:
         shape = self._index.shape_of(key)
         if shape != expected:
             found = "no tensor" if shape is None else f"shape {tuple(shape)}"
-            raise ValueError(f"{key} has {found} in the checkpoint, expected shape {tuple(expected)}")
+            raise ValueError(
+                f"{key} has {found} in the checkpoint, expected shape {tuple(expected)}; it is of another model: build "
+                "the one that was saved"
+            )
 
     def _check_unexpected(self) -> None:
         known = self._names.everything()

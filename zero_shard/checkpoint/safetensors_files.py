@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import operator
 import os
 import struct
 from collections.abc import Callable, Sequence
@@ -150,8 +151,10 @@ class _Reader(Reader):
                 raise ValueError(f"a header of {length} bytes")
             header = json.loads(os.pread(fd, length, 8))
             header.pop("__metadata__", None)
-            return {name: _place(file_name, 8 + length, name, facts) for name, facts in header.items()}
-        except (struct.error, ValueError, LookupError, TypeError, AttributeError) as error:
+            places = {name: _place(file_name, 8 + length, name, facts) for name, facts in header.items()}
+            _check_covers(places, 8 + length, os.fstat(fd).st_size)
+            return places
+        except (struct.error, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"{file_name} is damaged, or no safetensors file: {error}") from None
 
     def _record(self, index: MetadataIndex) -> Record:
@@ -166,10 +169,20 @@ class _Reader(Reader):
 
 
 def _place(file_name: str, base: int, name: str, facts: dict[str, Any]) -> _Place:
-    shape, (start, stop) = torch.Size(facts["shape"]), facts["data_offsets"]
+    shape, (start, stop) = torch.Size(facts["shape"]), map(operator.index, facts["data_offsets"])
     if facts["dtype"] not in _DTYPES:
         raise NotImplementedError(f"{name} in {file_name} has dtype {facts['dtype']}, which can't be loaded here")
     dtype = _DTYPES[facts["dtype"]]
-    if start < 0 or stop - start != math.prod(shape) * dtype.itemsize:
+    if stop - start != math.prod(shape) * dtype.itemsize:
         raise ValueError(f"{name} has {stop - start} bytes, expected {math.prod(shape) * dtype.itemsize}")
     return _Place(file_name, base + start, stop - start, Record(base + start, dtype, shape))
+
+
+def _check_covers(places: dict[str, _Place], start: int, stop: int) -> None:
+    """Refuse gaps and overlaps, as the format does: tensors would have bytes of others."""
+    for name, place in sorted(places.items(), key=lambda item: item[1][1:3]):
+        if place.offset != start:
+            raise ValueError(f"{name} begins at byte {place.offset}, expected {start}")
+        start += place.length
+    if start != stop:
+        raise ValueError(f"it has {stop} bytes, expected {start}")
