@@ -109,10 +109,10 @@ def test_a_plain_loop_with_accumulation_gives_the_same_model_and_resumes(tmp_pat
     ranks.run(2, _train_and_resume, tmp_path, limit_s=LIMIT_S)
 
 
-def _sent(is_told_the_model: bool) -> int:
+def _sent(is_told_the_model: bool, **options: Any) -> int:
     """Return the bytes of a step with two micro-batches."""
     with as_under_torchrun():
-        run, loader = _prepared(2)
+        run, loader = _prepared(2, **options)
         for x, y in list(loader)[:4]:
             with run.accelerator.accumulate(*([run.model] if is_told_the_model else [])):
                 run.accelerator.backward(nn.functional.mse_loss(run.model(x), y))
@@ -122,13 +122,14 @@ def _sent(is_told_the_model: bool) -> int:
         return sent
 
 
-def _accumulate() -> tuple[int, int]:
-    return _sent(True), _sent(False)
+def _accumulate() -> tuple[int, int, int]:
+    return _sent(True), _sent(True, dynamo_backend="eager"), _sent(False)
 
 
 def test_only_the_last_micro_batch_of_a_step_is_sent() -> None:
-    for sent, in_full in ranks.run(2, _accumulate, limit_s=LIMIT_S):
+    for sent, compiled, in_full in ranks.run(2, _accumulate, limit_s=LIMIT_S):
         assert sent < 0.8 * in_full  # 2 against 3 times the parameters
+        assert compiled == sent
 
 
 def _train_in_bf16(out: Path) -> None:

@@ -59,8 +59,9 @@ class Accelerator(accelerate.Accelerator):
     def no_sync(self, model: nn.Module) -> Iterator[None]:
         """Keep the gradients of backward passes inside local."""
         with ExitStack() as stack:
-            for optimizer, models in self._trained().values():
-                if any(each is model for each in models):
+            held = holders(model)  # of a compiled model, too, which is another object than the prepared one
+            for optimizer, _ in self._trained().values():
+                if optimizer.held in held:
                     stack.enter_context(optimizer.no_sync())
             stack.enter_context(super().no_sync(model))
             yield
