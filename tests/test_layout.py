@@ -158,7 +158,7 @@ def test_dense_strides_keep_a_permutation(shape: list[int], data: st.DataObject)
 
 # Lowest first; a file imports from lines above its own, and within a line without cycles.
 _ORDER = [
-    ["topology", "phases"],
+    ["topology", "phases", "commands"],
     [
         "layout",
         "module_names",

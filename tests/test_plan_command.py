@@ -171,7 +171,7 @@ _BAD = [
     ),
     (["plan_models:build", "--nodes", "1", "--within", "0"], "--within must be positive", ""),
     (["plan_models:build", "--nodes", "1", "--dtype", "int4"], "--dtype must be one of", "got 'int4'"),
-    (["plan_models:build", "--nodes", "1", "--chart", "no/plan.png"], "can't be written to 'no/plan.png'", ""),
+    (["plan_models:build", "--nodes", "1", "--chart", "no/plan.png"], "no/plan.png can't be written", "make it first"),
     (["plan_models:build", "--nodes", "1", "--chart", "plan.gif"], "must be a .png, .pdf, .svg file", "plan.gif"),
     (["--params", "70e9", "--nodes", "1"], "--params and --layers belong together", "--layers 80"),
     (["--params", "many", "--layers", "8", "--nodes", "1"], "--params must be a positive number", "got 'many'"),
@@ -210,7 +210,8 @@ def test_a_chart_that_fails_half_way_leaves_nothing(run: Run, tmp_path: Path, mo
 
     monkeypatch.setattr(figure, "savefig", save)
     code, out, err = run("plan_models:build", "--nodes", "1", "--stage", "2", "--chart", "plan.png")
-    assert (code, out) == (2, "") and err.splitlines()[-1] == "zero-shard plan: No space left on device"
+    text = "plan.png can't be written: No space left on device; name another place with --chart"
+    assert (code, out) == (2, "") and err.splitlines()[-1] == f"zero-shard plan: {text}"
     assert (tmp_path / "plan.png").read_bytes() == b"the last chart"
     assert [path.name for path in tmp_path.glob("*.png")] == ["plan.png"] and not list(tmp_path.glob(".plan*"))
 

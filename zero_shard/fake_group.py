@@ -7,10 +7,15 @@ is what it sent itself: its peers agree with it on everything.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
-from torch.distributed import ProcessGroup, Work
+from torch import distributed as dist
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup, Work
+else:  # a torch that was built without process groups has stubs of some
+    ProcessGroup, Work = dist.ProcessGroup, getattr(dist, "Work", object)
 
 
 class Message(NamedTuple):
@@ -50,6 +55,8 @@ class FakeGroup(ProcessGroup):
         members: range | None = None,
         messages: list[Message] | None = None,
     ) -> None:
+        if not dist.is_available():
+            raise RuntimeError("this torch was built without torch.distributed, which a plan runs; install one with it")
         super().__init__(0, num_ranks)  # type: ignore[call-arg]
         self.members = range(num_ranks) if members is None else members
         self.messages: list[Message] = [] if messages is None else messages

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,7 @@ import torch
 from zero_shard.checkpoint.directory import Directory, latest_checkpoint
 from zero_shard.checkpoint.exporting import check_free, export_safetensors, export_torch
 from zero_shard.checkpoint.importing import FORMATS, read_foreign, write_imported
-from zero_shard.checkpoint.inspection import damage_of, describe, describe_all, lines_of, text_of
+from zero_shard.checkpoint.inspection import damage_of, describe, describe_all, lines_of
 from zero_shard.checkpoint.stored import checkpoints_in, open_stored
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -55,20 +53,8 @@ def register(commands: Any) -> None:
 def _add(actions: Any, name: str, run: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = actions.add_parser(name, help=text, description=text)
     parser.add_argument("path", type=Path, help="of the checkpoint, or of a directory of checkpoints")
-    parser.set_defaults(run=lambda given: _guarded(run, given))
+    parser.set_defaults(run=run)
     return parser
-
-
-def _guarded(run: Callable[[argparse.Namespace], int], given: argparse.Namespace) -> int:
-    """Run an action; what the user can mend is one line and exit code 2."""
-    try:
-        return run(given)
-    except BrokenPipeError:  # the reader of our output has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    except (OSError, ValueError, NotImplementedError) as error:
-        print(f"zero-shard ckpt: {text_of(error)}", file=sys.stderr)
-        return 2
 
 
 def _inspect(given: argparse.Namespace) -> int:

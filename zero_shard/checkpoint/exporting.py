@@ -199,6 +199,9 @@ def _new_directory(out: Path) -> Iterator[Path]:
 
 
 def check_free(out: Path) -> None:
-    """Raise FileExistsError if there is something of this name."""
+    """Raise FileExistsError if there is something of this name, NotADirectoryError if no directory can be there."""
     if os.path.lexists(out):
         raise FileExistsError(errno.EEXIST, "there is something of this name; remove it or name another", str(out))
+    above = next(each for each in out.absolute().parents if each.exists())
+    if not above.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, "this is a file, no directory to write in; name another", str(above))

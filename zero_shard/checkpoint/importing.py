@@ -34,7 +34,7 @@ def read_foreign(path: Path, form: str, names: Sequence[str] | None = None) -> I
         FileNotFoundError, ValueError: It is not there, damaged, or of another form.
     """
     if not path.exists():
-        raise FileNotFoundError(f"{path} does not exist")
+        raise FileNotFoundError(f"{path} does not exist; name what {', '.join(FORMATS)} wrote")
     form = _form_of(path) if form == "auto" else form
     if form == "deepspeed":
         return read_deepspeed(path)

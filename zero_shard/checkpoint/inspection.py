@@ -13,6 +13,7 @@ from torch import Tensor
 from zero_shard.checkpoint.contents import FORMAT_KEY
 from zero_shard.checkpoint.directory import Directory, latest_checkpoint
 from zero_shard.checkpoint.stored import Stored, checkpoints_in, natural, open_stored
+from zero_shard.commands import text_of
 
 _SHOWN = 60  # characters of a value
 
@@ -106,14 +107,6 @@ def damage_of(path: Path) -> list[str]:
     except (OSError, ValueError) as error:
         found.append(text_of(error))
     return found
-
-
-def text_of(error: BaseException) -> str:
-    """Return what an error says, in one line."""
-    text = str(error)
-    if isinstance(error, OSError) and error.filename is not None:
-        text = f"{error.filename}: {error.strerror}"
-    return " ".join(text.split()) or type(error).__name__
 
 
 def lines_of(found: dict[str, Any]) -> list[str]:

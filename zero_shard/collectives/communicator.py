@@ -34,6 +34,7 @@ from zero_shard.collectives.groups import (
     backends,
     control_group,
     group_of_mesh,
+    has_world,
     name_of_host,
     rank_in,
     sub_group,
@@ -72,12 +73,12 @@ class Communicator(Agreements):
     """
 
     def __init__(self, ranks: Ranks | None) -> None:
-        if ranks is None and not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        if ranks is None and not has_world() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise RuntimeError(
                 f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but there is no process group: every process would train "
                 "a model of its own; call torch.distributed.init_process_group first"
             )
-        if ranks is None and dist.is_available() and dist.is_initialized():
+        if ranks is None and has_world():
             ranks = dist.group.WORLD
         self._rows: list[list[int]] | None = None  # shard groups of a mesh, as positions
         if isinstance(ranks, DeviceMesh):

@@ -45,9 +45,14 @@ class World(NamedTuple):
     store: Any
 
 
+def has_world() -> bool:
+    """Whether there is a default group; a torch that was built without ``torch.distributed`` has none."""
+    return dist.is_available() and dist.is_initialized()
+
+
 def world() -> World:
     """Return the group of all processes. Local."""
-    if not dist.is_initialized():
+    if not has_world():
         return World(None, 0, 1, None)
     group = dist.group.WORLD
     get_store = getattr(group, "get_group_store", None)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch import Tensor
 
-from zero_shard.collectives.groups import ProcessGroup
+from zero_shard.collectives.groups import ProcessGroup, has_world
 from zero_shard.phases import Phase
 
 # Called with a label before each collective; tests set it to inject delays.
@@ -223,4 +223,4 @@ def with_report(text: str) -> str:
 
 def default_rank() -> int:
     """Return the rank of this process in the default group, 0 without one."""
-    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+    return dist.get_rank() if has_world() else 0

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import os
-import sys
 from pathlib import Path
 from typing import Any
 
+from zero_shard.commands import check_place, written_whole
 from zero_shard.interchange.deepspeed_config import import_config
 from zero_shard.interchange.deepspeed_reading import read_json
 
@@ -26,28 +25,16 @@ def register(commands: Any) -> None:
 
 
 def run(given: argparse.Namespace) -> int:
-    """Write the settings and print the script; return 0, or 2 after one line on what is wrong."""
-    try:
-        if given.out.suffix != ".toml":
-            raise ValueError(f"--out must end in .toml, got {given.out}")
-        if given.out.exists():
-            raise ValueError(f"{given.out} exists already; name another file with --out")
-        imported = import_config(read_json(given.source), str(given.out))
-        _write(given.out, imported.toml(given.source.name))
-    except (OSError, ValueError) as error:
-        print(f"zero-shard import-config: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
+    """Write the settings and print the script."""
+    if given.out.suffix != ".toml":
+        raise ValueError(f"--out must end in .toml, got {given.out}")
+    if given.out.exists():
+        raise ValueError(f"{given.out} exists already; name another file with --out")
+    check_place(given.out, "--out")
+    imported = import_config(read_json(given.source), str(given.out))
+    with written_whole(given.out, "--out") as half:
+        half.write_text(imported.toml(given.source.name), encoding="utf-8")
     for note in imported.notes:
         print(f"# note: {note}")
-    print(f"# settings: {given.out}\n\n{imported.script}", end="", flush=True)
+    print(f"# settings: {given.out}\n\n{imported.script}", end="")
     return 0
-
-
-def _write(path: Path, text: str) -> None:
-    """Write a file whole or not at all."""
-    half = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        half.write_text(text, encoding="utf-8")
-        half.replace(path)
-    finally:
-        half.unlink(missing_ok=True)

@@ -64,10 +64,9 @@ def read_json(path: Path) -> dict[str, Any]:
     Raises:
         OSError: It can't be read. ValueError: It is not JSON, or no table, or names a key twice.
     """
-    if not path.exists():
-        raise FileNotFoundError(f"{path} does not exist; name the JSON file that deepspeed.initialize gets as config")
     if not path.is_file():
-        raise ValueError(f"{path} is a directory; name the JSON file that deepspeed.initialize gets as config")
+        state = "is a directory" if path.is_dir() else "is no file" if path.exists() else "does not exist"
+        raise ValueError(f"{path} {state}; name the JSON file that deepspeed.initialize gets as config")
     try:
         content = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_without_twins)
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -70,7 +70,8 @@ def load_torch(path: Path) -> dict[str, Any]:
             found["optimizer"] = load_torch(path / OPTIMIZER_FILE)
         return found
     if not path.is_file():
-        raise FileNotFoundError(f"{path} is missing; expected a file of torch.save")
+        state = "is no file" if path.exists() else "is missing"
+        raise FileNotFoundError(f"{path} {state}; expected a file of torch.save")
     try:
         check_archive(path, verify=True)
         loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ from zero_shard.adamw import AdamW
 from zero_shard.config import load_config
 from zero_shard.planning.links import Link, Links, fit_links
 from zero_shard.planning.models import build_by_name, build_of_numbers
-from zero_shard.planning.result import Machine, Plan, Row, Times
+from zero_shard.planning.result import LARGEST_WORLD, Machine, Plan, Row, Times
 from zero_shard.rehearsal import Skeleton, optimizer_maker, rehearse
 
 STAGES = (0, 1, 2, 3)
@@ -60,6 +61,9 @@ def plan(
         if config.shard_size is not None and world_size % config.shard_size:
             raise ValueError(f"shard_size must divide the {world_size} ranks, got {config.shard_size}")
     built = _build(model)
+    lazy = next((key for key, each in built.named_parameters() if nn.parameter.is_lazy(each)), None)
+    if lazy is not None:
+        raise ValueError(f"{lazy} has no shape yet; give a model of plain modules, or one that has run a batch")
     num_params = sum(param.numel() for param in built.parameters())
     if num_params == 0:
         raise ValueError("the model has no parameters to plan for")
@@ -78,16 +82,20 @@ def _machine(world_size: int, ranks_per_node: int, memory_gib: float, more: Mapp
     for key, value in (("world_size", world_size), ("ranks_per_node", ranks_per_node)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"{key} must be an integer of at least 1, got {value!r}")
+    if world_size > LARGEST_WORLD:
+        raise ValueError(f"world_size must be at most {LARGEST_WORLD}, got {world_size}")
     ranks_per_node = min(ranks_per_node, world_size)
     if world_size % ranks_per_node:
         raise ValueError(f"ranks_per_node must divide the {world_size} ranks, got {ranks_per_node}")
     machine = Machine(world_size, ranks_per_node, memory_gib, **more)
-    if not memory_gib > 0:
-        raise ValueError(f"memory_gib must be positive, got {memory_gib!r}")
+    if not 0 < memory_gib < math.inf:
+        raise ValueError(f"memory_gib must be positive and finite, got {memory_gib!r}")
     if not 0 <= machine.reserve < 1:
         raise ValueError(f"reserve must be at least 0 and below 1, got {machine.reserve!r}")
-    if machine.activations_gib < 0:
-        raise ValueError(f"activations_gib must be at least 0, got {machine.activations_gib!r}")
+    if not 0 <= machine.activations_gib < math.inf:
+        raise ValueError(f"activations_gib must be at least 0 and finite, got {machine.activations_gib!r}")
+    if machine.tokens is not None and machine.tokens < 1:
+        raise ValueError(f"tokens must be at least 1, got {machine.tokens!r}; leave it out for no time of computation")
     if machine.usable_nbytes <= 0:
         raise ValueError(
             f"activations_gib must leave room in {(1 - machine.reserve) * memory_gib:.1f} of {memory_gib:g} GiB, "

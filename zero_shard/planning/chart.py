@@ -6,6 +6,7 @@ import importlib.util
 import os
 from pathlib import Path
 
+from zero_shard.commands import check_place, written_whole
 from zero_shard.planning.result import GIB, Plan
 from zero_shard.rehearsal import KINDS
 
@@ -17,14 +18,13 @@ def check_chart(path: Path) -> None:
     """Refuse what can't be drawn or written, before any work.
 
     Raises:
-        ImportError: No matplotlib. ValueError: Another suffix. OSError: No such directory, or not writable.
+        ImportError: No matplotlib. ValueError: Another suffix, no such directory, or not writable.
     """
     if path.suffix.lower() not in _SUFFIXES:
         raise ValueError(f"the chart must be a {', '.join(_SUFFIXES)} file, got {os.fspath(path)!r}")
     if importlib.util.find_spec("matplotlib") is None:
         raise ImportError("a chart needs matplotlib: pip install matplotlib")
-    if not path.parent.is_dir() or not os.access(path.parent, os.W_OK) or path.is_dir():
-        raise OSError(f"the chart can't be written to {os.fspath(path)!r}: no such directory, or it is not writable")
+    check_place(path, "--chart")
 
 
 def write_chart(plan: Plan, path: Path) -> None:
@@ -53,9 +53,5 @@ def write_chart(plan: Plan, path: Path) -> None:
     axes.set_xlabel("GiB per rank at the peak of a step, without activations")
     axes.set_title(f"{plan.name} on {plan.machine.world_size} ranks")
     figure.legend(loc="outside lower center", ncols=4, fontsize=8)
-    temporary = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
-    try:
-        figure.savefig(temporary, dpi=150)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with written_whole(path, "--chart") as half:
+        figure.savefig(half, dpi=150)

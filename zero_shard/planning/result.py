@@ -13,7 +13,7 @@ from zero_shard.rehearsal import KINDS, Rehearsal
 
 GIB = 2**30
 _SHARDED_FROM = {"moments": 1, "masters": 1, "gradients": 2, "weights": 3}  # the stage
-_LARGEST_WORLD = 1 << 20
+LARGEST_WORLD = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -178,7 +178,7 @@ class Row:
             is_whole = "every rank holds them whole" if kind in _SHARDED_FROM else "they do not shrink with more ranks"
             return f"More ranks do not help: {kind} take {_gib(whole[kind])} GiB, and {is_whole} at this stage"
         num_ranks = math.ceil((sum(peak.values()) - sum(whole.values())) * num_shards / room)
-        if num_ranks > _LARGEST_WORLD:
+        if num_ranks > LARGEST_WORLD:
             return "More ranks hardly help"
         return f"It would fit on about {num_ranks} ranks that share one copy"
 

@@ -30,7 +30,7 @@ _POSITIVE_KEYS = (*_LLAMA_KEYS, "num_key_value_heads", "head_dim")
 _SUFFIXES = {"k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 
 
-class UnusableError(Exception):
+class UnusableError(ValueError):
     """Input that can't be used; the text is one line with the remedy."""
 
 

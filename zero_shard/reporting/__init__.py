@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from zero_shard.commands import check_place, written_whole
 from zero_shard.reporting.page import page
 from zero_shard.reporting.reader import RunLog
 
@@ -23,15 +22,8 @@ def write_report(logs: Sequence[Path], out: Path) -> list[RunLog]:
     _check(logs, out)
     runs = [RunLog(path) for path in logs]
     text = page(runs)
-    temporary = out.with_name(f".{out.name}.{os.getpid()}")
-    try:
-        temporary.write_text(text, encoding="utf-8", errors="replace")
-        os.replace(temporary, out)
-    except OSError as error:
-        raise OSError(f"{out} can't be written: {error.strerror}; name another place with --out") from None
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
+    with written_whole(out, "--out") as half:
+        half.write_text(text, encoding="utf-8", errors="replace")
     return runs
 
 
@@ -43,11 +35,4 @@ def _check(logs: Sequence[Path], out: Path) -> None:
             raise ValueError(f"{path} is named twice; name each log once")
     if out.resolve() in places:
         raise ValueError(f"the report would take the place of the log {out}; name another file with --out")
-    if out.exists() and not out.is_file():
-        raise ValueError(
-            f"{out} is {'a directory' if out.is_dir() else 'no file'}; name a file with --out, as report.html"
-        )
-    if not out.parent.is_dir():
-        raise ValueError(f"{out} can't be written: there is no directory {out.parent}; make it first")
-    if not os.access(out.parent, os.W_OK):
-        raise ValueError(f"{out} can't be written: the directory is not writable; name another place with --out")
+    check_place(out, "--out")
