@@ -163,7 +163,7 @@ _BAD = [
     (["plan_models:build", "--nodes", "1", "--option", "prefetch"], "--option must be KEY=VALUE", ""),
     (["plan_models:build", "--nodes", "1", "--option", "stage=1"], "by --stage, not by --option", ""),
     (["plan_models:build", "--nodes", "1", "--stage", "5"], "stage must be an integer from 0 to 3, got 5", ""),
-    (["plan_models:build", "--nodes", "1", "--memory", "-1"], "memory_gib must be positive, got -1.0", ""),
+    (["plan_models:build", "--nodes", "1", "--memory", "-1"], "memory_gib must be positive and finite, got -1.0", ""),
     (
         ["plan_models:build", "--nodes", "1", "--activations", "99"],
         "activations_gib must leave room",
