@@ -13,6 +13,7 @@ extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphin
 exclude_patterns = ["diagrams.py"]
 
 myst_heading_anchors = 3
+highlight_language = "text"  # of blocks that name none
 copybutton_exclude = ".linenos, .gp, .go"
 
 python_use_unqualified_type_names = True

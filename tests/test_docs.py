@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+import zero_shard
 from zero_shard.cli import make_parser
 
 _ROOT = Path(__file__).parent.parent
@@ -71,6 +72,15 @@ def test_commands_parse(monkeypatch: pytest.MonkeyPatch) -> None:
             make_parser().parse_args(shlex.split(re.sub(r"[][]|[|]\S+", " ", command)))
         except ValueError as error:
             pytest.fail(f"{page}: zero-shard {command}: {error}")
+
+
+def test_reference_has_every_name_and_every_command() -> None:
+    names, commands = (_PAGES[f"docs/reference/{page}.md"] for page in ("api", "config"))
+    missing = [each for each in zero_shard.__all__ if f":: zero_shard.{each}\n" not in names + commands]
+    assert not missing
+    subcommands = next(each for each in make_parser()._actions if each.dest == "command").choices
+    assert subcommands is not None
+    assert not [each for each in subcommands if f"`zero-shard {each}" not in commands]
 
 
 def test_pictures_are_those_that_the_script_draws() -> None:
