@@ -25,6 +25,7 @@ from torch import nn
 import zero_shard
 from zero_shard.monitor.drift import Band
 from zero_shard.monitor.outputs import JsonLines
+from zero_shard.reporting.reader import RunLog
 
 NUM_STEPS = 4
 _STAGES = [0, 1, 2, 3]
@@ -359,6 +360,31 @@ def test_resumed_run_appends_and_counts_on(is_numbered: bool, tmp_path: Path) ->
     assert kinds == first + second
     (event,) = _lines(tmp_path, "event")
     assert (event["event"], event["message"]) == ("resume", "the log goes on after step 2, on 2 ranks")
+
+
+def _peer_leaves(path: str) -> None:
+    monitor = zero_shard.Monitor(_optimizer(_model(), 2), path, console=False)
+    if _rank() == 1:
+        raise ValueError("left")
+    monitor.log()
+    with pytest.raises(RuntimeError, match="waiting for the numbers of the monitor"):
+        monitor.close()
+    with pytest.raises(RuntimeError, match="after close"):
+        monitor.log()
+
+
+def test_close_ends_the_monitor_even_if_a_peer_is_gone(tmp_path: Path) -> None:
+    errors = ranks.run_expecting_errors(2, _peer_leaves, str(tmp_path))
+    assert [type(error) for error in errors] == [type(None), ValueError]
+
+
+def test_log_of_steps_from_0_that_begins_anew_can_be_reported(optimizer: zero_shard.AdamW, tmp_path: Path) -> None:
+    for _ in range(2):
+        with zero_shard.Monitor(optimizer, tmp_path, console=False) as monitor:
+            monitor.log(step=0)
+            with pytest.raises(ValueError, match="step must be a whole number from 0 on, got -1"):
+                monitor.log(step=-1)
+    assert RunLog(tmp_path / "run.jsonl").num_starts == 2
 
 
 @pytest.fixture

@@ -141,6 +141,8 @@ class Monitor:
         if self._is_closed:
             raise RuntimeError("Monitor.log was called after close(); build another Monitor to go on")
         step = None if step is None else int(step)
+        if step is not None and step < 0:
+            raise ValueError(f"step must be a whole number from 0 on, got {step}")
         if self._step is None:
             self._begin_counting(step)
         self._step = self._step + 1 if step is None else step  # type: ignore[operator]
@@ -172,11 +174,12 @@ class Monitor:
     def close(self) -> list[Entry]:
         """Write what is left, and look no more. All ranks call; blocks. Returns the events left, as `log` does."""
         events: list[Entry] = []
-        while self._unsent:
-            events += self._send(self._unsent.popleft())
-        events += self._finish()
-        self._detach()
-        return events
+        try:
+            while self._unsent:
+                events += self._send(self._unsent.popleft())
+            return events + self._finish()
+        finally:  # a peer may be gone
+            self._detach()
 
     def __enter__(self) -> Monitor:
         return self
@@ -233,7 +236,7 @@ class Monitor:
 
     def _begin_counting(self, step: int | None) -> None:
         counted = int(max(self._optimizer.held.step_counts(), default=0))
-        self._step = max(0, counted - self._has_stepped) if step is None else step - 1
+        self._step = max(0, counted - self._has_stepped if step is None else step - 1)
         if self._bar is not None:
             self._bar.begin_at(self._step)
         if self._is_appending:
