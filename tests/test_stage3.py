@@ -597,6 +597,26 @@ def test_gathered_reads_edits_and_nests() -> None:
     ranks.run(3, _edit_gathered)
 
 
+def _use_gathered_differently_often() -> None:
+    model = _mlp()
+    optimizer = zero_shard.AdamW(model.parameters(), module=model, config={"stage": 3})
+    x = torch.ones(2, next(model.parameters()).shape[1])
+    with torch.no_grad():
+        want = model(x)
+        with zero_shard.gathered(model):
+            for _ in range(2 * dist.get_rank()):
+                assert torch.equal(model(x), want)
+            dist.barrier()
+        assert torch.equal(model(x), want)
+    model(x).sum().backward()
+    optimizer.step()
+
+
+def test_within_gathered_ranks_may_make_different_numbers_of_passes() -> None:
+    """As when each generates a text of its own length."""
+    ranks.run(2, _use_gathered_differently_often)
+
+
 # --- loops of all kinds, against plain AdamW ---
 
 

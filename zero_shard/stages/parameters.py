@@ -215,8 +215,9 @@ class ParameterSharding(Layer):
             self._abandon_pass()  # its last forward ended in an exception
         if not self._running:
             key = (number, torch.is_grad_enabled())
-            self._forward = self._schedule(key, "forward")
-            self._forward.begin()
+            if torch.is_grad_enabled() or not all(unit.num_pins for unit in self.units):
+                self._forward = self._schedule(key, "forward")
+                self._forward.begin()  # else nothing is to be gathered: ranks may differ in how many passes they make
             self._backward_key = ("backward", number)
         self._running.append(_Forward(module, sys.exc_info()[1], inputs, []))
 
@@ -226,9 +227,9 @@ class ParameterSharding(Layer):
             self._end_pass()
 
     def _end_pass(self) -> None:
-        assert self._forward is not None
-        self._forward.end(self._gatherer)
-        self._forward = None
+        if self._forward is not None:
+            self._forward.end(self._gatherer)
+            self._forward = None
 
     def _unwind(self, units: list[Unit]) -> None:
         """Leave a module whose forward raised; one that encloses it may catch the exception and go on."""
