@@ -231,7 +231,8 @@ def test_output_that_can_not_be_written(
     if kind == "no reader":
         assert (code, err) == (0, "")
     else:
-        assert code == 2 and err == f"zero-shard {line.split()[0]}: [Errno 28] No space left on device\n"
+        told = "the output can't be written: No space left on device; make room, or send it elsewhere"
+        assert code == 2 and err == f"zero-shard {line.split()[0]}: {told}\n"
 
 
 def test_an_interrupt_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -70,7 +70,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code, text = 2, text_of(error)
     try:
         print(end="", flush=True)
-    except OSError:  # Python would try again, and complain, at its end
+    except OSError as error:  # Python would try again, and complain, at its end
+        text = text and f"the output can't be written: {error.strerror}; make room, or send it elsewhere"
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     if text:
         print(f"zero-shard {given.command}: {text}", file=sys.stderr)
