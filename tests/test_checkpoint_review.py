@@ -20,7 +20,7 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import zero_shard
-from zero_shard.checkpoint import background, loading
+from zero_shard.checkpoint import background, opening
 from zero_shard.checkpoint.contents import collect
 from zero_shard.checkpoint.directory import IncompleteDirectory
 
@@ -269,20 +269,20 @@ def _damage_to_what_others_write_changes_nothing(root: Path) -> None:
 def _a_refusal_closes_everything(root: Path) -> None:
     model, optimizer = _build(2)
     zero_shard.save(root / "closed", model, optimizer)
-    directory = loading.Directory
+    directory = opening.Directory
 
     def opened(path: Path) -> Any:
         if dist.get_rank() == 1:
             raise PermissionError(13, "Permission denied", str(path))
         return directory(path)
 
-    loading.Directory = opened  # type: ignore[misc,assignment]
+    opening.Directory = opened  # type: ignore[misc,assignment]
     try:
         num_open = len(os.listdir("/proc/self/fd"))
         with pytest.raises((OSError, RuntimeError), match="Permission denied"):
             zero_shard.load(root / "closed", model, optimizer)
     finally:
-        loading.Directory = directory  # type: ignore[misc]
+        opening.Directory = directory  # type: ignore[misc]
     assert len(os.listdir("/proc/self/fd")) == num_open
 
 
