@@ -70,26 +70,36 @@ _BAD = [
     *(f"plan {file} --nodes 1" for file in _FILES if file != "/dev/null"),
     *("", "nothing", "--nothing", "doctor more", "doctor --jsn", "report", "ckpt", "ckpt inspect", "ckpt nothing cut"),
     # Models.
-    *("plan", "plan models:build", "plan models: --nodes 1", "plan :build --nodes 1", "plan no.such:build --nodes 1"),
-    *(f"plan models:{name} --nodes 1" for name in ("needs", "nothing", "lazy", "whole_numbers", "reads", "endless")),
-    *(f"plan models:{name} --nodes 1" for name in ("torch", "build.x", "too_large")),
+    *(
+        "plan",
+        "plan mine:build",
+        "plan mine: --nodes 1",
+        "plan :build --nodes 1",
+        "plan no.such:build --nodes 1",
+    ),
+    *(f"plan mine:{name} --nodes 1" for name in ("needs", "nothing", "lazy", "whole_numbers", "reads", "endless")),
+    *(f"plan mine:{name} --nodes 1" for name in ("torch", "build.x", "too_large")),
     *(f"plan --params {number} --layers 1 --nodes 1" for number in ("nan", "inf", "0", "1e400", "b", "1e30", "many")),
     *(f"plan --params 1e9 --layers {number} --nodes 1" for number in ("0", "-1", "1.5", "9999999999")),
-    *("plan --params 1e9 --nodes 1", "plan --layers 3 --nodes 1", "plan models:build --params 1 --layers 1 --nodes 1"),
-    # Numbers of the machine, and what contradicts itself.
-    *(f"plan models:build --nodes {number}" for number in ("0", "-1", "1.5", "one", "100000000")),
-    *(f"plan models:build --world-size {number}" for number in ("0", "-8", "12", "1" + "0" * 30)),
-    *("plan models:build --world-size 12 --nodes 5", "plan models:build --world-size 8 --nodes 16"),
     *(
-        f"plan models:build --nodes 1 --{option} {number}"
+        "plan --params 1e9 --nodes 1",
+        "plan --layers 3 --nodes 1",
+        "plan mine:build --params 1 --layers 1 --nodes 1",
+    ),
+    # Numbers of the machine, and what contradicts itself.
+    *(f"plan mine:build --nodes {number}" for number in ("0", "-1", "1.5", "one", "100000000")),
+    *(f"plan mine:build --world-size {number}" for number in ("0", "-8", "12", "1" + "0" * 30)),
+    *("plan mine:build --world-size 12 --nodes 5", "plan mine:build --world-size 8 --nodes 16"),
+    *(
+        f"plan mine:build --nodes 1 --{option} {number}"
         for option in ("memory", "within", "between")
         for number in ("0", "-1", "nan", "inf", "1e400", "much")
     ),
-    *(f"plan models:build --nodes 1 --activations {number}" for number in ("-1", "nan", "inf", "77")),
-    *(f"plan models:build --nodes 1 --tokens {number}" for number in ("0", "-1", "1e3")),
-    *(f"plan models:build --nodes 1 --stage {number}" for number in ("-1", "4", "auto", "")),
+    *(f"plan mine:build --nodes 1 --activations {number}" for number in ("-1", "nan", "inf", "77")),
+    *(f"plan mine:build --nodes 1 --tokens {number}" for number in ("0", "-1", "1e3")),
+    *(f"plan mine:build --nodes 1 --stage {number}" for number in ("-1", "4", "auto", "")),
     *(
-        f"plan models:build --nodes 1 --option {option}"
+        f"plan mine:build --nodes 1 --option {option}"
         for option in (
             *(
                 "=3",
@@ -120,7 +130,7 @@ _BAD = [
             ),
         )
     ),
-    *(f"plan models:build --nodes 1 --chart {path}" for path in ("a/b.png", "a.gif", "directory", ".png", "cut/a.png")),
+    *(f"plan mine:build --nodes 1 --chart {path}" for path in ("a/b.png", "a.gif", "directory", ".png", "cut/a.png")),
     # Places to write to.
     *(f"report log --out {path}" for path in ("no/such/a.html", "directory", "/dev/null", "log", "cut/a.html")),
     *("report log log", "report log ./log", "report log cut"),
@@ -154,7 +164,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "number": b"5",
         "cut": b'{"train_batch_size": 8, "zero_',
         "table": b'{"a": 1}',
-        "models.py": _MODELS.encode(),
+        "mine.py": _MODELS.encode(),
         "log": "".join(json.dumps(line) + "\n" for line in (_RUN, {"kind": "step", "step": 1, "loss": 2.0})).encode(),
         "ds": b'{"train_batch_size": 8}',
         "old.toml": b"",
@@ -203,7 +213,13 @@ def test_bad_input_is_one_line_and_writes_nothing(line: str, files: Path, capsys
     assert _content(files) == before
 
 
-_GOOD = ("plan models:build --nodes 1 --stage 2", "report log", "import-config ds", "ckpt inspect ckpt", "doctor")
+_GOOD = (
+    "plan mine:build --nodes 1 --stage 2",
+    "report log",
+    "import-config ds",
+    "ckpt inspect ckpt",
+    "doctor",
+)
 
 
 @pytest.mark.parametrize("line", _GOOD)
@@ -236,7 +252,7 @@ def test_output_that_can_not_be_written(
 
 
 def test_an_interrupt_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert _run("plan", "models:interrupted", "--nodes", "1") == 130
+    assert _run("plan", "mine:interrupted", "--nodes", "1") == 130
     assert capsys.readouterr() == ("", "zero-shard plan: interrupted\n")
 
 
@@ -261,7 +277,7 @@ optimizer = zero_shard.AdamW([param], lr=0.1, weight_decay=0.0)
 param.sum().backward()
 optimizer.step()
 torch.testing.assert_close(param.detach(), torch.full((3,), 0.9))
-lines = "plan models:build --nodes 1", "ckpt inspect ckpt", "ckpt export --dtype", "report none", "import-config none"
+lines = "plan mine:build --nodes 1", "ckpt inspect ckpt", "ckpt export --dtype", "report none", "import-config none"
 for line in lines:
     print(cli.main(line.split()))
 """
