@@ -255,6 +255,23 @@ def _explode_in_backward(module: nn.Module, args: Any, output: torch.Tensor) -> 
     output.register_hook(lambda grad: grad * math.inf)
 
 
+def _explode_in_8_bits(path: str) -> list[dict[str, Any]]:
+    model = nn.Sequential(nn.Linear(64, 128, bias=False))  # smaller ones travel in their own dtype
+    optimizer = _optimizer(model, 2, reduce_dtype="int8")
+    monitor = zero_shard.Monitor(optimizer, path, console=False)
+    out = model(torch.ones(2, 64))
+    if _rank() == 1:
+        out.register_hook(lambda grad: grad * math.inf)
+    out.square().mean().backward()
+    optimizer.step()
+    return [*monitor.log(), *monitor.close()]
+
+
+def test_non_finite_gradient_is_traced_to_its_rank_behind_8_bits(tmp_path: Path) -> None:
+    events = ranks.run(2, _explode_in_8_bits, str(tmp_path))[0]
+    assert [(entry["event"], entry["parameter"], entry["rank"]) for entry in events] == [("nonfinite", "0.weight", 1)]
+
+
 @pytest.mark.parametrize(("world_size", "stage"), [(1, 2), *((2, stage) for stage in _STAGES)])
 @pytest.mark.parametrize("where", ["backward", "loss", "scaler", "scaler, zeroed first"])
 def test_non_finite_gradient_is_traced_to_parameter_and_rank(

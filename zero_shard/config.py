@@ -67,7 +67,8 @@ class ZeroConfig:
     Args:
         stage: 0 replicates everything, 1 shards the optimizer state, 2 also the gradients, 3 also the parameters;
             "auto" takes the lowest of them whose peak, found by a dry run, fits into the memory of every rank.
-        bucket_mib: Size of a bucket in MiB (stages 0 to 2). Capped so that a small model has small buckets.
+        bucket_mib: Size of a bucket in MiB (stages 0 to 2): in backward two and a quarter are in flight. Capped so that
+            a small model has small buckets; over gloo a bucket goes in up to four pieces.
         units: Stage 3: class names of the modules that are gathered as one; "auto" takes the elements of module
             stacks (``nn.ModuleList``, ``nn.Sequential``), else modules by size.
         reshard_after_forward: Stage 3: release after forward and gather again in backward.
