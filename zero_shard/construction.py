@@ -258,7 +258,7 @@ class Builder:
     def _build_buckets(self, named: Sequence[NamedParam], nbytes: int) -> None:
         buckets: list[list[NamedParam]] = []
         if named:
-            self._reducer.exchanges.expect_pieces(nbytes)
+            self._reducer.exchanges.expect(nbytes)
         if not self._communicator.is_native:  # see Note [Exchanges in flight]
             nbytes = piece_nbytes(nbytes)
         for kind in self._by_kind(list(reversed(named))):

@@ -6,10 +6,10 @@ local gradients -> flatten [N] -> exchange -> W slices [n] -> ordered fp32 sum /
 Extra memory stays at about two buckets and one gradient: an exchange holds the flattened bucket, which has the own
 slice, and the W - 1 received ones, and counts as two. Whenever exchanges and the gradients that pile up beside them
 would take more than two and a quarter, the oldest is finished. So that several fit, a bucket is exchanged in pieces
-where a wait blocks the host (gloo): a rank that is late then does not stop the others at once. The bucket of a unit is
-gathered as one and goes as one; there the unit is the measure. Only the end of backward starts what is left without
-finishing: ranks that took other paths may need this one's part of them before they get here. After backward gradients
-only get fewer: there, one piece is flattened and sent while the one before it is on its way.
+where a wait blocks the host (gloo): a rank that is late then does not stop the others at once. Only the end of backward
+starts what is left without finishing: ranks that took other paths may need this one's part of them before they get
+here. After backward gradients only get fewer: there, one piece is flattened and sent while the one before it is on its
+way.
 
 # Note [Patience]
 At stage 3 a peer on another path may be waiting for our part of a gather while we wait for its part of an exchange. So
@@ -67,7 +67,7 @@ class Exchanges:
     def __init__(self, communicator: Communicator, kernels: Kernels) -> None:
         self._communicator, self._kernels = communicator, kernels
         self._in_flight: list[_Exchange] = []
-        self._bucket_nbytes = 0
+        self._budget_nbytes = 0
         self.is_crossing = True  # sums go on across replicas; else they stay in ``bucket.partial``
         self.takes_squares = False  # somebody asks for norms: take the sums of squares while reducing
         self.at_reduced: Callable[[Bucket, Received], None] | None = None  # called with what has just been summed
@@ -99,16 +99,13 @@ class Exchanges:
         received, pending = communicator.exchange(communicator.reduce_hops[number], full, 3 * bucket.index, label)
         return _Exchange(bucket, number, received, pending, 2 * full.nbytes)
 
-    def expect_pieces(self, bucket_nbytes: int) -> None:
-        """Expect buckets that are pieces of one of this size; see Note [Exchanges in flight]."""
-        self._bucket_nbytes = max(self._bucket_nbytes, bucket_nbytes)
+    def expect(self, bucket_nbytes: int) -> None:
+        """Expect buckets of this size; see Note [Exchanges in flight]."""
+        self._budget_nbytes = max(self._budget_nbytes, 9 * bucket_nbytes // 4)
 
     def make_room(self, nbytes: int, patience_s: float | None) -> bool:
         """Finish the oldest exchanges until so many bytes fit beside the others; return whether they do. Blocks."""
-        while self._in_flight:
-            bucket_nbytes = max(self._bucket_nbytes, self._in_flight[-1].bucket.full_nbytes)
-            if sum(each.nbytes for each in self._in_flight) + nbytes <= 9 * bucket_nbytes // 4:
-                return True
+        while self._in_flight and sum(each.nbytes for each in self._in_flight) + nbytes > self._budget_nbytes:
             if not self._finish_first(patience_s):
                 return False
         return True

@@ -78,6 +78,7 @@ class Reducer:
         """Take charge of the gradients of a bucket. All ranks add the same buckets in the same order."""
         bucket.index = len(self.buckets)
         self.buckets.append(bucket)
+        self.exchanges.expect(bucket.full_nbytes)
         for position in range(len(bucket.params)):
             slot = GradSlot(bucket.first_slot + position, position, bucket, self)
             assert slot.index == len(self.slots)
