@@ -109,6 +109,12 @@ def test_buckets_take_every_parameter_once_and_keep_to_their_size(nbytes: list[i
         assert sum(nbytes[i] for i in left) + nbytes[right[0]] > bucket_nbytes
 
 
+def test_large_parameters_have_buckets_of_their_own_and_small_ones_go_together() -> None:
+    large = 1 << 20
+    assert split_into_buckets([3, large, 4, 5, large - 1, large + 1], 12, True) == [[1], [5], [0, 2, 3], [4]]
+    assert split_into_buckets([3, large, 4], 2 * large) == [[0, 1, 2]]
+
+
 @_quick
 @given(bucket_mib=st.floats(1e-5, 65536), model_nbytes=st.integers(0, 1 << 40))
 def test_bucket_is_never_larger_than_asked_or_than_the_model_needs(bucket_mib: float, model_nbytes: int) -> None:

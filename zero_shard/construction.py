@@ -259,11 +259,12 @@ class Builder:
         buckets: list[list[NamedParam]] = []
         if named:
             self._reducer.exchanges.expect(nbytes)
-        if not self._communicator.is_native:  # see Note [Exchanges in flight]
+        is_native = self._communicator.is_native
+        if not is_native:  # see Note [Exchanges in flight]
             nbytes = piece_nbytes(nbytes)
         for kind in self._by_kind(list(reversed(named))):
             sizes = [self._nbytes(param) for _, param in kind]
-            buckets += [[kind[i] for i in positions] for positions in split_into_buckets(sizes, nbytes)]
+            buckets += [[kind[i] for i in each] for each in split_into_buckets(sizes, nbytes, not is_native)]
         for bucket in reversed(buckets):  # the reducer puts each new one first
             self._make(bucket)
 

@@ -22,6 +22,7 @@ SCALE_NBYTES = 4  # of a block on the wire: float32, and a byte for each element
 WIRE_BLOCK_NBYTES = SCALE_NBYTES + BLOCK_NUMEL
 _SMALLEST_CAP_NBYTES = 1 << 20
 _SMALLEST_PIECE_NBYTES = 1 << 20
+_LARGE_NBYTES = 1 << 20  # copying so much takes longer than another message
 _PIECES_PER_BUCKET = 4
 _BUCKETS_PER_MODEL = 8  # fewer would neither overlap with backward nor bound the extra memory
 
@@ -100,17 +101,27 @@ def lay_out(
     return BucketLayout(tuple(slots), _round_up(end, num_shards * replicas * alignment_numel), num_shards)
 
 
-def split_into_buckets(nbytes: Sequence[int], bucket_nbytes: int) -> list[range]:
-    """Cut a row of parameters into consecutive buckets of at most ``bucket_nbytes``, one parameter at the least."""
-    buckets, start, total = [], 0, 0
+def split_into_buckets(nbytes: Sequence[int], bucket_nbytes: int, parts_large: bool = False) -> list[list[int]]:
+    """Cut a row of parameters into consecutive buckets of at most ``bucket_nbytes``, one parameter at the least.
+
+    Args:
+        parts_large: A large parameter has a bucket of its own, so that its gradient needs no flattening, and the
+            small ones beside it are consecutive.
+    """
+    large = [position for position, size in enumerate(nbytes) if parts_large and size >= _LARGE_NBYTES]
+    alone = set(large)
+    buckets: list[list[int]] = [[position] for position in large]
+    bucket: list[int] = []
+    total = 0
     for position, size in enumerate(nbytes):
-        if position > start and total + size > bucket_nbytes:
-            buckets.append(range(start, position))
-            start, total = position, 0
+        if position in alone:
+            continue
+        if bucket and total + size > bucket_nbytes:
+            buckets.append(bucket)
+            bucket, total = [], 0
+        bucket.append(position)
         total += size
-    if start < len(nbytes):
-        buckets.append(range(start, len(nbytes)))
-    return buckets
+    return [*buckets, bucket] if bucket else buckets
 
 
 def capped_bucket_nbytes(bucket_mib: float, model_nbytes: int) -> int:

@@ -2,6 +2,8 @@
 
 local gradients -> flatten [N] -> exchange -> W slices [n] -> ordered fp32 sum / W (+ squares) -> bucket.grad [n]
 
+A gradient that fills its bucket is sent and added from where autograd has put it.
+
 # Note [Exchanges in flight]
 Extra memory stays at about two buckets and one gradient: an exchange holds the flattened bucket, which has the own
 slice, and the W - 1 received ones, and counts as two. Whenever exchanges and the gradients that pile up beside them
@@ -81,9 +83,14 @@ class Exchanges:
         """
         dtype = bucket.grad_dtype if bucket.has_wire_blocks else bucket.storage.wire_dtype
         with Phase("reduce", bucket.label):
-            flat = on_large_pages(torch.empty(bucket.layout.numel, dtype=dtype, device=bucket.device))
-            self._kernels.flatten_(flat, *flat_gradients(bucket, gradients), None)
+            tensors, offsets = flat_gradients(bucket, gradients)
             gradients.clear()
+            if len(tensors) == 1 and _is_flat(tensors[0], bucket.layout.numel, dtype):
+                flat = tensors[0].view(-1)
+            else:
+                flat = on_large_pages(torch.empty(bucket.layout.numel, dtype=dtype, device=bucket.device))
+                self._kernels.flatten_(flat, tensors, offsets, None)
+            del tensors
             self._in_flight.append(self._exchange(bucket, 0, flat))
 
     def _exchange(self, bucket: Bucket, number: int, full: Tensor) -> _Exchange:
@@ -186,6 +193,11 @@ class Exchanges:
         label = f"the gradients of {bucket.label} from replicas"
         pending = communicator.all_gather_(replicas, bucket.grad, 3 * bucket.index, label)
         return _Exchange(bucket, num_hops, None, pending, 0)
+
+
+def _is_flat(gradient: Tensor, numel: int, dtype: torch.dtype) -> bool:
+    """Whether a gradient has in its memory just what flattening would give."""
+    return gradient.numel() == numel and gradient.dtype == dtype and gradient.is_contiguous()
 
 
 def _sum_of(bucket: Bucket, slices: Tensor) -> Tensor:
