@@ -1,8 +1,9 @@
 """Run a module-level function on W ranks: processes that live for the whole test run, a new group for every task.
 
-Importing torch costs seconds, so rank processes are started once and reused by every test and by every world size (a
-world of two uses the first two of them). What a task could leave behind is kept away from the next one in two ways:
-every task gets a process group of its own, and a process that died, hung or did not give its group back is replaced.
+Importing torch costs seconds, so one server imports it and rank processes are forked from there. They are reused by
+every test and by every world size (a world of two uses the first two of them). What a task could leave behind is kept
+away from the next one in two ways: every task gets a process group of its own, and a process that died, hung or did not
+give its group back is replaced.
 
     pytest process                      rank process r
     TCPStore (server)  <--------------  group of the task: PrefixStore(task number), gloo over loopback
@@ -14,14 +15,15 @@ every task gets a process group of its own, and a process that died, hung or did
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import faulthandler
 import functools
 import gc
+import multiprocessing
 import os
 import pickle
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
@@ -30,9 +32,10 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from multiprocessing import Pipe
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -160,19 +163,25 @@ def _perform(task: _Task, pipe: Connection, loose: _LooseErrors) -> None:
     pipe.send_bytes(b"ready")
 
 
-def _watch_parent(lifeline: int) -> None:
-    """End this process when the pytest process is gone: its end of the lifeline closes and the read returns."""
-    os.read(lifeline, 1)
+def _watch_parent() -> None:
+    """End this process when the pytest process is gone."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
     os._exit(1)
 
 
-def serve(pipe_fd: int, lifeline_fd: int) -> None:
+def serve(pipe: Connection, output: str) -> None:
     """Take tasks from the pipe until it says stop; the main function of a rank process. Doesn't return."""
+    # Append mode: parent and child must not share a position in the file.
+    with open(output, "ab") as file:
+        for number in (1, 2):
+            os.dup2(file.fileno(), number)
+    sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
-    threading.Thread(target=_watch_parent, args=(lifeline_fd,), daemon=True).start()
+    threading.Thread(target=_watch_parent, daemon=True).start()
     torch.set_num_threads(1)
-    pipe = Connection(pipe_fd)
     loose = _LooseErrors()
     gc.freeze()  # everything that torch imported stays for ever: collecting after each task needn't look at it
     with contextlib.suppress(EOFError, OSError):
@@ -186,29 +195,23 @@ def serve(pipe_fd: int, lifeline_fd: int) -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 # the pytest process
 
-_LAUNCH = "import sys; sys.path[:] = {path!r}; import ranks; ranks.serve({pipe}, {lifeline})"
+_CONTEXT = multiprocessing.get_context("forkserver")
+# What most tasks need sooner or later. Nothing of the package: the server may have another path.
+_CONTEXT.set_forkserver_preload(["pytest", "torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp"])
+_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 
 
 class _Rank:
     """One rank process, the pipe to it and the file it prints to."""
 
     def __init__(self) -> None:
-        self.pipe, theirs = Pipe(duplex=True)
-        lifeline, self._lifeline = os.pipe()
-        # Append mode: parent and child must not share a position in the file.
-        self._output = tempfile.NamedTemporaryFile(mode="ab", prefix="rank-")
-        code = _LAUNCH.format(path=sys.path, pipe=theirs.fileno(), lifeline=lifeline)
-        threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-        self.process = subprocess.Popen(
-            [sys.executable, "-u", "-c", code],
-            pass_fds=(theirs.fileno(), lifeline),
-            stdin=subprocess.DEVNULL,
-            stdout=self._output,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, **threads, "GLOO_SOCKET_IFNAME": "lo"},
-        )
+        with mock.patch.dict(os.environ, _ENVIRONMENT):
+            forkserver.ensure_running()
+        self.pipe, theirs = _CONTEXT.Pipe(duplex=True)
+        self._output = tempfile.NamedTemporaryFile(prefix="rank-")
+        self.process = _CONTEXT.Process(target=serve, args=(theirs, self._output.name))
+        self.process.start()
         theirs.close()
-        os.close(lifeline)
         self.is_ready = False
         self._is_closed = False
 
@@ -217,7 +220,7 @@ class _Rank:
         with contextlib.suppress(EOFError, OSError):
             while not self.is_ready and not self._is_closed and self.pipe.poll(limit_s):
                 self.is_ready = self.pipe.recv_bytes() == b"ready"
-        return self.is_ready and not self._is_closed and self.process.poll() is None
+        return self.is_ready and not self._is_closed and self.process.is_alive()
 
     def send(self, task: _Task) -> None:
         """Start a task; a process that is gone shows when the answer is read."""
@@ -231,8 +234,8 @@ class _Rank:
             kind, payload, text, time_s = pickle.loads(self.pipe.recv_bytes())
             return _Answer(kind, pickle.loads(payload), text, time_s)
         except (EOFError, OSError):
-            self.process.wait()
-            error = RankDied(f"the rank process ended with exit code {self.process.returncode}")
+            self.process.join()
+            error = RankDied(f"the rank process ended with exit code {self.process.exitcode}")
             return _Answer("died", error, self.output(), time.monotonic())
 
     def output(self, start: int = 0) -> str:
@@ -244,7 +247,8 @@ class _Rank:
     def stacks(self) -> str:
         """Return the stack of every thread of the process, by a signal that works when it hangs in C++."""
         start = os.path.getsize(self._output.name)
-        self.process.send_signal(signal.SIGUSR1)
+        assert self.process.pid is not None
+        os.kill(self.process.pid, signal.SIGUSR1)
         time.sleep(STACK_DUMP_S)
         return self.output(start)
 
@@ -252,15 +256,15 @@ class _Rank:
         """Ask the process to leave if it listens, kill it otherwise."""
         if self._is_closed:
             return
-        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        with contextlib.suppress(OSError):
             if self.is_ready:
                 self.pipe.send_bytes(b"")
-                self.process.wait(READY_LIMIT_S)
+                self.process.join(READY_LIMIT_S)
         self._is_closed = True
         self.process.kill()
-        self.process.wait()
+        self.process.join()
+        self.process.close()
         self.pipe.close()
-        os.close(self._lifeline)
         self._output.close()
 
 
@@ -331,6 +335,7 @@ class Pool:
 _POOL = Pool()
 
 
+@atexit.register  # else multiprocessing would wait for them
 def close() -> None:
     """End the rank processes of this test run."""
     _POOL.close()
