@@ -160,6 +160,7 @@ def _perform(task: _Task, pipe: Connection, loose: _LooseErrors) -> None:
         pipe.send_bytes(pickle.dumps((*answer, time.monotonic())))
         fn = args = kwargs = value = answer = None
         gc.collect()
+    gc.freeze()  # what outlives a task, modules above all, need not be looked at in the next one: zero_shard does, too
     pipe.send_bytes(b"ready")
 
 
