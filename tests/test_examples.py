@@ -1,4 +1,4 @@
-"""The example as a user runs it: through torchrun, on two processes, judged by its exit code and files."""
+"""The example on two processes, once as a user runs it, through torchrun; judged by what it prints and its files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
-from example_runs import example
+from example_runs import example, free_port, main_as_rank
 
 import zero_shard
 
@@ -53,6 +53,13 @@ pattern = "*.py"
 """
 
 
+def write_config(out: Path, text: str) -> str:
+    """Write the configuration of a run beside its directory and return where it is."""
+    path = out.parent / f"{out.name}.toml"
+    path.write_text(text)
+    return str(path)
+
+
 class Outcome(NamedTuple):
     """What a run left behind."""
 
@@ -69,11 +76,16 @@ class Outcome(NamedTuple):
 
 
 def run_example(out: Path, *arguments: str, config: str = TINY) -> Outcome:
-    """Run the example on two processes into ``out``; fail with its whole output unless it exits with 0."""
-    config_file = out.parent / f"{out.name}.toml"
-    config_file.write_text(config)
+    """Run the example on two rank processes into ``out``."""
+    words = ("--config", write_config(out, config), "--out", str(out), *arguments)
+    printed = ranks.run(NUM_RANKS, main_as_rank, "train_gpt", words, free_port(), limit_s=LIMIT_S)
+    return Outcome(out, *map("".join, zip(*printed, strict=True)))
+
+
+def run_under_torchrun(out: Path) -> Outcome:
+    """Run the example as a user does; fail with its whole output unless it exits with 0."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={NUM_RANKS}"]
-    command += [str(EXAMPLES / "train_gpt.py"), "--config", str(config_file), "--out", str(out), *arguments]
+    command += [str(EXAMPLES / "train_gpt.py"), "--config", write_config(out, TINY), "--out", str(out)]
     python_path = os.pathsep.join(filter(None, [str(EXAMPLES.parent), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "PYTHONPATH": python_path, "OMP_NUM_THREADS": "1"}
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
@@ -83,8 +95,8 @@ def run_example(out: Path, *arguments: str, config: str = TINY) -> Outcome:
 
 @pytest.fixture(scope="module")
 def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
-    """The whole run at stage 3."""
-    return run_example(tmp_path_factory.mktemp("unbroken") / "run")
+    """The whole run at stage 3, under torchrun."""
+    return run_under_torchrun(tmp_path_factory.mktemp("unbroken") / "run")
 
 
 @pytest.fixture(scope="module")
