@@ -315,7 +315,8 @@ class Builder:
 
     def _settle_rest(self, named: Sequence[NamedParam]) -> None:
         """Make what is in no bucket equal on all ranks: frozen parameters, those outside the groups, buffers."""
-        tensors = [(name, param.data) for name, param in named if id(param) not in self._bucketed | self._known]
+        settled = self._bucketed | self._known  # once: of 20,000 parameters, a union for each takes seconds
+        tensors = [(name, param.data) for name, param in named if id(param) not in settled]
         if self._module is not None and not self._known:
             taken = self._bucketed | {id(param) for _, param in named}
             others = [(n, p) for n, p in plain_named_parameters(self._module) if id(p) not in taken]
