@@ -8,6 +8,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -254,14 +255,18 @@ class AdamW(torch.optim.AdamW):
             self._clip.coefficient = None
             self._reducer.zero_grad(set_to_none)
             for group in self.param_groups:
-                for param in group["params"]:
+                with torch._C.DisableTorchFunctionSubclass():  # of parameters that are released
+                    grads = list(map(attrgetter("grad"), group["params"]))
+                for param, grad in zip(group["params"], grads, strict=True):
+                    if grad is None:
+                        continue
                     if set_to_none:
                         param.grad = None
-                    elif param.grad is not None and not isinstance(param.grad, ShardedGrad):
-                        if param.grad.grad_fn is not None:
-                            param.grad.detach_()
+                    elif not isinstance(grad, ShardedGrad):
+                        if grad.grad_fn is not None:
+                            grad.detach_()
                         with torch.no_grad():
-                            param.grad.zero_()
+                            grad.zero_()
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:

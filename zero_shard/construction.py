@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
+from operator import is_
 from typing import Any
 
 import torch
@@ -51,7 +52,7 @@ class Builder:
         self._names: dict[nn.Parameter, str] = {}
         self._known: set[int] = set()  # ids of parameters in a bucket or compared at the start
         self._bucketed: set[int] = set()
-        self._seen: list[list[int]] = []  # ids of the parameters of the groups when `_waiting` was made
+        self._seen: list[nn.Parameter] = []  # in the groups when `_waiting` was made
         self._waiting: list[nn.Parameter] = []  # those without a bucket
         self._num_shards = 0
         dtypes = config.param_dtypes
@@ -67,6 +68,7 @@ class Builder:
         copied._names = {memo[id(param)]: name for param, name in self._names.items() if id(param) in memo}
         copied._known = {id(memo[param]) for param in self._known if param in memo}
         copied._bucketed = {id(memo[param]) for param in self._bucketed}
+        copied._seen, copied._waiting = [], []
         return copied
 
     # ---- names and checks ----------------------------------------------------------------------------------
@@ -204,10 +206,10 @@ class Builder:
 
     def has_new_params(self, groups: Sequence[dict[str, Any]]) -> bool:
         """Whether a parameter of the groups has no bucket yet though it trains. Local, equal on all ranks."""
-        seen = [list(map(id, group["params"])) for group in groups]
-        if seen != self._seen:
-            self._waiting = [p for group in groups for p in group["params"] if id(p) not in self._bucketed]
-            self._seen = seen
+        params = list(chain.from_iterable(group["params"] for group in groups))
+        if len(params) != len(self._seen) or not all(map(is_, params, self._seen)):
+            self._waiting = [param for param in params if id(param) not in self._bucketed]
+            self._seen = params
         return any(param.requires_grad for param in self._waiting)
 
     def _bucket_nbytes(self, named: Sequence[NamedParam]) -> int:

@@ -221,9 +221,8 @@ class Reducer:
         """End the present backward: reduce what is left, or mark gradients as pending. Called by the engine."""
         if not self._is_open:
             return
-        for slot in self.slots:  # autograd.grad runs the hook before accumulation without accumulating
-            if slot.param.grad is not None and slot.param.grad is not slot.handed:
-                slot.take()
+        # autograd.grad runs the hook before accumulation without accumulating
+        self.gradients.take_new(self.gradients.replaced())
         is_reducing = self._is_eager and self._is_synchronizing
         self._is_open = self._is_finish_queued = False
         if is_reducing:
@@ -259,10 +258,10 @@ class Reducer:
         """
         if self._is_open:
             self.finish_backward()
-        self.gradients.notice_drops()
+        changed = self.gradients.notice_drops()
         if self._is_alone:
             return
-        has_local = self.gradients.take_new()
+        has_local = self.gradients.take_new(changed)
         if self._is_fresh and not has_local:
             return
         if self.before_round is not None:

@@ -11,12 +11,15 @@ for that byte, so that a part of the model which is not trained at the moment se
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 
 import torch
 
 from zero_shard.buffers import Bucket
 from zero_shard.collectives import Communicator
 from zero_shard.stages.slots import GradSlot
+
+_REQUIRES_GRAD = attrgetter("requires_grad")
 
 
 class Rounds:
@@ -53,12 +56,12 @@ class Rounds:
     def begin(self) -> None:
         """Begin a round with no gradient."""
         self._next, self._ready_order = 0, []
-        for bucket in self._buckets:
-            slots = self._slots[bucket.slots.start : bucket.slots.stop]
-            self.num_missing[bucket.index] = sum(slot.param.requires_grad for slot in slots)
-            self.is_started[bucket.index] = False
-            for slot in slots:
-                slot.is_ready = slot.is_sent = False
+        with torch._C.DisableTorchFunctionSubclass():
+            for bucket in self._buckets:
+                self.num_missing[bucket.index] = sum(map(_REQUIRES_GRAD, bucket.params))
+                self.is_started[bucket.index] = False
+        for slot in self._slots:
+            slot.is_ready = slot.is_sent = False
 
     def note_ready(self, bucket: Bucket) -> None:
         """Note that all gradients of a bucket have arrived."""
@@ -73,7 +76,7 @@ class Rounds:
         while self._next < len(self._order):
             index = self._order[self._next]
             bucket = self._buckets[index]
-            if self._is_idle[index] or not any(param.requires_grad for param in bucket.params):
+            if self._is_idle[index] or not any(map(_REQUIRES_GRAD, bucket.params)):
                 self._next += 1
                 continue
             if self.num_missing[index] > 0:

@@ -212,19 +212,24 @@ class GradSlot:
                 self.handed = views[self.bucket.index][self.position]
         elif handed is None:
             self.handed = self._new_handed()
-        self.param.grad = self.handed
+        self._set_grad(self.handed)
 
     def hand_pending(self) -> None:
         """Give the user a gradient that is reduced at the first read."""
         if not isinstance(self.handed, ShardedGrad):
             self.handed = self._new_handed()
-        self.param.grad = self.handed
+        self._set_grad(self.handed)
+
+    def _set_grad(self, grad: Tensor | None) -> None:
+        with torch._C.DisableTorchFunctionSubclass():  # that of a released parameter takes microseconds
+            self.param.grad = grad
 
     def _new_handed(self) -> ShardedGrad:
         """Return a ShardedGrad that nobody else holds: making one costs more than all else that a step does to it."""
         grad = self._sharded
         # Held by this slot, `grad` and the call's argument. A dtype that the user has changed is refused in step().
-        is_fit = grad is not None and not grad.requires_grad and self.param.dtype == self.bucket.dtype
+        with torch._C.DisableTorchFunctionSubclass():
+            is_fit = grad is not None and not grad.requires_grad and self.param.dtype == self.bucket.dtype
         if grad is None or not is_fit or sys.getrefcount(grad) > 3:
             grad = self._sharded = ShardedGrad(self.param, self)
         grad.generation = self.generation
@@ -246,21 +251,27 @@ class GradSlot:
             self.param.grad = grad.clone()
         self.drop()
 
-    def notice_moved(self) -> None:
-        """Use what the user has given to a plain gradient by ``p.grad.data = ...``, as if it were another tensor."""
+    def notice_moved(self) -> bool:
+        """Use what the user has given to a plain gradient by ``p.grad.data = ...``, as if it were another tensor.
+
+        Returns:
+            Whether there was something.
+        """
         handed, own = self.handed, self.bucket.grad
         if own is None or handed is None or isinstance(handed, ShardedGrad) or handed.numel() == 0:
-            return
+            return False
         if handed.data_ptr() == 0:  # it was pending, and became plain while the right side was computed
             if own.is_meta:  # a rehearsal
-                return
+                return False
             raise RuntimeError(
                 f"p.grad.data of {self.name} was set to a sharded gradient, which has no memory of its own; assign to "
                 "p.grad, or use p.grad.copy_(...)"
             )
-        if handed.data_ptr() != own.data_ptr() + self.bucket.offsets[self.position] * own.element_size():
-            self.param.grad = handed.detach().clone()
-            self.drop()
+        if handed.data_ptr() == own.data_ptr() + self.bucket.offsets[self.position] * own.element_size():
+            return False
+        self.param.grad = handed.detach().clone()
+        self.drop()
+        return True
 
     def drop(self) -> None:
         """Forget everything about the gradient: the user took it away."""
