@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import math
 import subprocess
@@ -18,6 +20,7 @@ from zero_shard.selfcheck.case import Check
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))  # as when one of the scripts is run
 
+import bench_overhead  # noqa: E402
 import bench_step  # noqa: E402
 import gpu_check  # noqa: E402
 from step_bench import device_checks, loss_curve, names  # noqa: E402
@@ -38,15 +41,14 @@ def run_script(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 def quick(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]]:
     """What a quick run prints, and what it keeps."""
     out = tmp_path_factory.mktemp("bench") / "results" / "out.json"
-    result = run_script("bench_step.py", *TINY, "--threads", "1,2", "--out", str(out))
-    assert result.returncode == 0, result.stderr
-    return result.stdout, json.loads(out.read_text())
+    with contextlib.redirect_stdout(io.StringIO()) as stdout:
+        bench_step.main([*TINY, "--threads", "1,2", "--out", str(out)])
+    return stdout.getvalue(), json.loads(out.read_text())
 
 
 def test_bench_overhead_compares_every_stage(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
-    result = run_script("bench_overhead.py", "--quick", "--rounds", "1", "--out", str(out))
-    assert result.returncode == 0, result.stderr
+    bench_overhead.main(["--quick", "--rounds", "1", "--threads", "1", "--out", str(out)])
     rows = json.loads(out.read_text())["rows"]
     assert [row["name"].partition("stage ")[2] for row in rows] == ["", "0", "1", "2", "3"]
     assert rows[0]["ratio"] == 1 and all(row["median_ms"] > 0 for row in rows)

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
+import ranks
 import torch
+import torch.distributed as dist
+from example_runs import free_port
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))  # as when one of the scripts is run
@@ -30,6 +37,21 @@ PNG_MAGIC = b"\x89PNG\r\n\x1a\n"
 MIB = 2**20
 
 
+def _as_rank(words: list[str], port: int) -> None:
+    """Be one of the ranks that ``bench_train.py`` starts; torchrun starts those of memory and the wire."""
+    rank, world_size = str(dist.get_rank()), str(dist.get_world_size())
+    dist.destroy_process_group()
+    environment = {"RANK": rank, "WORLD_SIZE": world_size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    warnings.simplefilter("default")  # those of the peers; the task's filters end with it
+    with (
+        mock.patch.dict(os.environ, environment),
+        mock.patch.object(bench_train, "leave", sys.exit),
+        pytest.raises(SystemExit) as ended,
+    ):
+        bench_train.main(words)
+    assert ended.value.code == 0
+
+
 def run_script(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(ROOT / "benchmarks" / name), *arguments]
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
@@ -41,9 +63,14 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where a run of everything that is installed has left its files."""
     out = tmp_path_factory.mktemp("bench") / "deep" / "tiny.json"
     words = ["--nproc", "2", "--model", "llama-tiny", "--rounds", str(NUM_ROUNDS), "--steps", str(NUM_STEPS)]
-    result = run_script("bench_train.py", *words, "--warmup", "1", "--out", str(out))
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.strip() == out.with_suffix(".md").read_text().strip()
+
+    def run_ranks(script: str, words: list[str], num_ranks: int, threads: int) -> None:
+        assert Path(script).name == "bench_train.py" and threads == 1
+        ranks.run(num_ranks, _as_rank, words, free_port(), limit_s=240)
+
+    with mock.patch.object(bench_train, "run_ranks", run_ranks), contextlib.redirect_stdout(io.StringIO()) as stdout:
+        bench_train.main([*words, "--warmup", "1", "--out", str(out)])
+    assert stdout.getvalue().strip() == out.with_suffix(".md").read_text().strip()
     return out
 
 
@@ -57,8 +84,8 @@ def test_every_implementation_is_measured_or_named_as_missing(measured: Path) ->
         if reason:
             assert not entry["rounds"]
             continue
-        assert [len(ranks) for ranks in entry["rounds"]] == [run["world_size"]] * NUM_ROUNDS == [2, 2]
-        for sample in (rank for ranks in entry["rounds"] for rank in ranks):
+        assert [len(samples) for samples in entry["rounds"]] == [run["world_size"]] * NUM_ROUNDS == [2, 2]
+        for sample in (sample for samples in entry["rounds"] for sample in samples):
             assert len(sample["times"]) == NUM_STEPS
             for phases, waited in sample["times"]:
                 assert len(phases) == len(waited) == len(clocks.PHASES)
