@@ -157,6 +157,8 @@ def assert_snapshots_close(
         entry = got[name]
         assert sorted(entry) == sorted(expected), f"{where}: {name} has {sorted(entry)}, expected {sorted(expected)}"
         for key, tensor in expected.items():
+            if _are_equal(entry[key], tensor):
+                continue  # assert_close would say the same, in 200 times the time
             # Moments of 16-bit parameters are float32, and as exact as that.
             rtol, atol = tolerance or [num_steps * value for value in TOLERANCE[tensor.dtype]]
             if key == "step":
@@ -169,6 +171,10 @@ def assert_snapshots_close(
                 equal_nan=True,
                 msg=lambda text, name=name, key=key: f"{where}: {key} of {name}: {text}",
             )
+
+
+def _are_equal(one: Tensor, other: Tensor) -> bool:
+    return (one.dtype, one.shape, one.layout) == (other.dtype, other.shape, other.layout) and torch.equal(one, other)
 
 
 def full_grad(param: nn.Parameter) -> Tensor | None:

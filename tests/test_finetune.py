@@ -18,7 +18,7 @@ import zero_shard
 
 EXAMPLES = str(Path(__file__).parent.parent / "examples")
 STAGES = (0, 1, 2, 3)
-NUM_STEPS, NUM_ROWS, NUM_TOKENS = 3, 4, 16
+NUM_STEPS, NUM_ROWS, NUM_TOKENS, NUM_IDS = 3, 4, 16, 256
 
 
 def _example() -> Any:
@@ -30,10 +30,11 @@ def _example() -> Any:
 
 
 def _minilm() -> nn.Module:
-    """The first two layers of the real encoder: enough to tell right from wrong, in a third of the time."""
+    """The first two layers of the real encoder, and the tokens of `_data`: half of it are the other 30,000 tokens."""
     torch.manual_seed(0)
-    model: nn.Module = _example().minilm(num_hidden_layers=2)
-    return model.double()
+    model: Any = _example().minilm(num_hidden_layers=2)
+    model.encoder.resize_token_embeddings(NUM_IDS)
+    return model.double()  # type: ignore[no-any-return]
 
 
 def _llama() -> nn.Module:
@@ -47,7 +48,7 @@ MODELS = {"minilm": _minilm, "llama": _llama}
 
 def _data(name: str) -> tuple[Tensor, ...]:
     generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(256, (4 * NUM_ROWS, NUM_TOKENS), generator=generator)
+    ids = torch.randint(NUM_IDS, (4 * NUM_ROWS, NUM_TOKENS), generator=generator)
     if name == "llama":
         return (ids,)
     lengths = torch.randint(3, NUM_TOKENS, (len(ids), 1), generator=generator)
