@@ -90,4 +90,4 @@ clean:
 	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +
 
 distclean: clean
-	rm -rf $(VENV) .venv-cuda .venv-nvcc
+	rm -rf $(VENV) .venv-cuda .venv-nvcc .venv-compat-*

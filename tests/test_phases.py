@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import warnings
 
 import pytest
 import ranks
@@ -67,6 +68,7 @@ def _names_in_a_step(stage: int) -> tuple[set[str], set[str], set[str]]:
         optimizer.step()
         optimizer.zero_grad()
 
+    warnings.filterwarnings("ignore", "Warning: Profiler clears events", UserWarning)  # by torch 2.10, always
     step()
     before, pending.before_collective = dict(phases.seconds), note
     try:
