@@ -19,11 +19,11 @@ from zero_shard.agreement import build_on_all_ranks, facts_of, facts_of_group
 from zero_shard.clipping import Clip
 from zero_shard.collectives import Communicator, ProcessGroup, Ranks
 from zero_shard.config import ZeroConfig, load_config, with_shard_size
-from zero_shard.construction import Builder, check_amsgrad
+from zero_shard.construction import Builder
 from zero_shard.copying import copy_bucket
 from zero_shard.failure_report import begin as begin_reports
 from zero_shard.gradient_watch import GradientWatch
-from zero_shard.groups import pack_groups
+from zero_shard.groups import check_amsgrad, check_settings, pack_groups
 from zero_shard.held_state import HeldState
 from zero_shard.phases import Phase
 from zero_shard.promises import Usage, describe_storage, usage_of
@@ -173,7 +173,7 @@ class AdamW(torch.optim.AdamW):
     def _after_new_buckets(self) -> None:
         """Make room for new slots."""
         if self._is_built:
-            self.held.forget_cleared()
+            self.held.take_edits()
         slots = self._reducer.slots
         self._tables.extend(len(slots), slots[0].bucket.device if slots else torch.device("cpu"))
         self._tenure.claim()
@@ -252,7 +252,7 @@ class AdamW(torch.optim.AdamW):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients, or set them to zero."""
         with torch.autograd.profiler.record_function(self._zero_grad_profile_name):
-            self._clip.coefficient = None
+            self._clip.forget()
             self._reducer.zero_grad(set_to_none)
             for group in self.param_groups:
                 with torch._C.DisableTorchFunctionSubclass():  # of parameters that are released
@@ -279,6 +279,7 @@ class AdamW(torch.optim.AdamW):
             The norm before clipping, a 0-dim tensor, equal on all ranks.
         """
         self._adopt_unfrozen()
+        self._clip.settle()
         self._reducer.collect()
         if self._join_hook is not None:
             self._join_hook.announce(Operation.CLIP, [float(max_norm), float(norm_type)])
@@ -307,20 +308,22 @@ class AdamW(torch.optim.AdamW):
     def _take_step(self) -> None:
         self._skip.report()
         self._adopt_unfrozen()
-        check_amsgrad(self.param_groups, self.config.state_dtype)
+        check_settings(self.param_groups, self.config.state_dtype)
         self._reducer.take_back_replaced()
+        self._clip.settle()
         self._reducer.collect()
         if self._join_hook is not None:
             self._join_hook.announce_step()
         self._stage.before_step()
         self.held.settle()
-        self.held.forget_cleared()
+        self.held.take_edits()
         for average in self.held.averages:
             average.begin_new()
         with self._reducer.plain_gradients.steady():
             if self._is_step_allowed():
                 self._update.run(self.param_groups, Factors(self._clip.coefficient, self._skip.found_inf))
-        self._clip.coefficient = self._skip.found_inf = None
+        self._clip.after_step()
+        self._skip.found_inf = None
         self._reducer.after_step()
         self._communicator.end_step()
 
@@ -377,6 +380,7 @@ class AdamW(torch.optim.AdamW):
         """
         for hook in self._optimizer_state_dict_pre_hooks.values():
             hook(self)
+        self.held.take_edits()
         state_dict = pack_state(self.state, self._reducer.slots, self.param_groups, self._communicator)
         for after in self._optimizer_state_dict_post_hooks.values():
             changed = after(self, state_dict)
@@ -413,6 +417,7 @@ class AdamW(torch.optim.AdamW):
         All ranks must call; communicates, one bucket at a time.
         """
         reducer = self._reducer
+        self.held.take_edits()
         state = full_state(
             reducer.slots, reducer.buckets, self.param_groups, self._tables.steps, self._kernels, self._communicator
         )

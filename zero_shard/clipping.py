@@ -3,7 +3,8 @@
 # Note [Folded clip]
 ``clip_grad_norm_`` leaves the gradients as they are and keeps a coefficient, a 0-dim tensor, by which the kernels scale
 as they read. Several clips multiply. Another backward must not add to gradients that are yet to be scaled, so the
-reducer has `Clip.apply` scale them for good before it begins.
+reducer has `Clip.apply` scale them for good before it begins. Gradients that outlive the step (nobody calls
+``zero_grad``) are scaled for good before anything is added to them, or used again: `Clip.settle`.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ class Clip:
     def __init__(self, reducer: Reducer, tables: SlotTables) -> None:
         self._reducer, self._tables = reducer, tables
         self.coefficient: Tensor | None = None
+        self._spent: Tensor | None = None  # of the last step, on gradients that have not been dropped since
 
     def global_norm(self, groups: Sequence[dict[str, Any]], order: float = 2.0) -> Tensor:
         """Return the norm of the mean gradient of all parameters of the groups, 0-dim. All ranks call."""
@@ -54,13 +56,32 @@ class Clip:
     @torch.no_grad()
     def apply(self) -> None:
         """Scale reduced gradients for good before another backward adds to them."""
+        self.settle()
         coefficient, self.coefficient = self.coefficient, None
-        if coefficient is None:
-            return
-        self._reducer.gradients.scale_replaced(coefficient)
+        if coefficient is not None:
+            self._reducer.gradients.scale_replaced(coefficient)
+            self._scale(coefficient)
+
+    def after_step(self) -> None:
+        """Keep the factor that a step has used for gradients that stay; the next ones are not clipped."""
+        self._spent, self.coefficient = self.coefficient, None
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Scale for good what the last step has used scaled, unless it has been dropped since. Local."""
+        spent, self._spent = self._spent, None
+        if spent is not None:
+            self._reducer.gradients.notice_drops()
+            self._scale(spent)
+
+    def forget(self) -> None:
+        """Forget all factors: the gradients are dropped."""
+        self.coefficient = self._spent = None
+
+    def _scale(self, factor: Tensor) -> None:
         for bucket in self._reducer.buckets:
             if bucket.grad is not None:
-                bucket.grad.mul_(coefficient.to(bucket.grad))
+                bucket.grad.mul_(factor.to(bucket.grad))
                 bucket.has_sums = False
 
     def apply_alone(self, groups: Sequence[dict[str, Any]]) -> None:

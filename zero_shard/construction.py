@@ -15,6 +15,7 @@ from zero_shard.buffers import Bucket, Place, Storage, make_bucket
 from zero_shard.collectives import Communicator
 from zero_shard.config import ZeroConfig
 from zero_shard.gathering import layer_of, widen
+from zero_shard.groups import check_settings
 from zero_shard.layout import capped_bucket_nbytes, piece_nbytes, split_into_buckets
 from zero_shard.masters import home_of, keep_own
 from zero_shard.module_names import plain_named_parameters, wrapped_params
@@ -116,7 +117,7 @@ class Builder:
             raise ValueError("param_dtype needs the model: pass module=model beside the parameters, or leave it out")
         if config.shard_size is not None and num_ranks % config.shard_size:
             raise ValueError(f"shard_size must divide the {num_ranks} ranks, got {config.shard_size}")
-        check_amsgrad(groups, config.state_dtype)
+        check_settings(groups, config.state_dtype)
         if self._precision is not None:
             self._precision.look()
         named = self.named_params(groups)
@@ -350,14 +351,6 @@ class Builder:
                     f"ranks start with different values of {name}, and sync_module_states is false; "
                     "load or seed them alike, or set sync_module_states = true to take those of rank 0"
                 )
-
-
-def check_amsgrad(groups: Sequence[dict[str, Any]], state_dtype: torch.dtype) -> None:
-    """Refuse amsgrad, which may be switched on at any time, where moments have 8 bits. Local."""
-    if state_dtype == torch.int8 and any(group.get("amsgrad") for group in groups):
-        raise NotImplementedError(
-            "amsgrad is not available with state_dtype='int8'; use state_dtype='bfloat16', or amsgrad=False"
-        )
 
 
 def _default_device(module: nn.Module) -> torch.device:

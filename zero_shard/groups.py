@@ -1,10 +1,12 @@
-"""Parameter groups as state dicts have them: parameters by number, in the order of the groups, as torch counts."""
+"""Parameter groups: what is refused in them, and how state dicts have them, with numbers for parameters."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
 from typing import Any
+
+import torch
 
 Groups = Sequence[dict[str, Any]]
 
@@ -43,3 +45,22 @@ def unpack_groups(saved: Groups, present: Groups) -> list[dict[str, Any]]:
             settings.setdefault("param_names", new["param_names"])
         groups.append({**settings, "params": new["params"]})
     return groups
+
+
+def check_settings(groups: Sequence[dict[str, Any]], state_dtype: torch.dtype) -> None:
+    """Refuse settings that the update does not know, whenever they come. Local."""
+    for number, group in enumerate(groups):
+        if not group.get("decoupled_weight_decay", True) or group.get("differentiable"):
+            name, remedy = "differentiable=True", "torch.optim.AdamW"
+            if not group.get("decoupled_weight_decay", True):
+                name, remedy = "decoupled_weight_decay=False", "torch.optim.Adam, or weight_decay=0 here"
+            raise NotImplementedError(f"{name} (param_groups[{number}]) is not available; use {remedy}")
+    check_amsgrad(groups, state_dtype)
+
+
+def check_amsgrad(groups: Sequence[dict[str, Any]], state_dtype: torch.dtype) -> None:
+    """Refuse amsgrad, which may be switched on at any time, where moments have 8 bits. Local."""
+    if state_dtype == torch.int8 and any(group.get("amsgrad") for group in groups):
+        raise NotImplementedError(
+            "amsgrad is not available with state_dtype='int8'; use state_dtype='bfloat16', or amsgrad=False"
+        )

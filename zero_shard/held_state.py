@@ -6,6 +6,7 @@ optimizer.state[param]    ->  {"step": 0-dim alias, "exp_avg": alias of the own 
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -15,13 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from zero_shard.buffers import Bucket
+from zero_shard.buffers import STATE_NAMES, Bucket
 from zero_shard.collectives import Communicator
 from zero_shard.groups import Groups, unpack_groups
 from zero_shard.stages.base import Layer
 from zero_shard.stages.reduction import Reducer
 from zero_shard.stages.slots import GradSlot
-from zero_shard.state import clear_state
+from zero_shard.state import clear_state, write_entry
 from zero_shard.tables import SlotTables
 from zero_shard.tenure import Tenure
 
@@ -65,6 +66,8 @@ class HeldState:
         self._optimizer = weakref.ref(optimizer)  # weak: an optimizer that is deleted goes at once
         self._stage, self._reducer, self._tables, self._tenure = stage, reducer, tables, tenure
         self._is_shown = torch.zeros(0, dtype=torch.uint8)  # [P]: `optimizer.state` shows the slot's state
+        self._entries: dict[int, dict[str, Tensor]] = {}  # what it shows, by slot
+        self._shown: list[Any] = []  # every value that is in it when nobody has edited it
 
     # ---- to read -------------------------------------------------------------------------------------------
 
@@ -90,6 +93,8 @@ class HeldState:
     def take_back_replaced(self) -> None:
         """Move parameters whose data the user has replaced back into their buckets, and notice edits. Local."""
         self._reducer.take_back_replaced()
+        self.take_edits()
+        self.take_edits()
 
     # ---- to write ------------------------------------------------------------------------------------------
 
@@ -140,14 +145,18 @@ class HeldState:
             _held[slot.param] = weakref.ref(self)
         self._is_shown = torch.zeros(len(self.slots), dtype=torch.uint8)
         self.show_counted()
+        self._shown = [None]  # the user may have given state to the new ones already
 
     def show(self, has_state: Tensor) -> None:
         """Let ``optimizer.state`` show the step count and the own part of the moments (aliases) of these slots [P]."""
-        for index in (has_state > self._is_shown).nonzero().flatten().tolist():
+        missing = (has_state > self._is_shown).nonzero().flatten().tolist()
+        for index in missing:
             slot = self._reducer.slots[index]
-            entry = {"step": self._tables.steps[index], **slot.bucket.state_entry(slot.position)}
+            entry: dict[str, Any] = {}
             self._present_optimizer().state[slot.param] = entry
-            self._is_shown[index] = 1
+            self._show(slot, entry)
+        if missing:
+            self._note_shown()
 
     def show_counted(self) -> None:
         """Show the state of every slot that has been updated."""
@@ -157,18 +166,48 @@ class HeldState:
         """Have the next `show` make new entries: there are other tensors to be shown."""
         self._is_shown.zero_()
 
-    def forget_cleared(self) -> None:
-        """Start anew where the user has removed a parameter's entry from ``optimizer.state``. Local."""
+    @torch.no_grad()
+    def take_edits(self) -> None:
+        """Do what the user has done to ``optimizer.state``: entries removed, emptied, replaced or given. Local.
+
+        Values put in the place of what was shown have the shape of the parameter, or of this rank's part.
+
+        Raises:
+            ValueError: A value of another shape, or an entry without one of its values.
+        """
         state = self._present_optimizer().state
-        if len(state) >= int(self._is_shown.sum()):
+        present = [value for entry in state.values() if isinstance(entry, dict) for value in entry.values()]
+        if len(present) == len(self._shown) and all(map(operator.is_, present, self._shown)):
             return
         self.settle()
-        for index in self._is_shown.nonzero().flatten().tolist():
-            slot = self._reducer.slots[index]
-            if slot.param not in state:
+        for slot in self.slots[: len(self._is_shown)]:  # without those that are about to be made room for
+            entry = state.get(slot.param)
+            if entry and not entry.keys().isdisjoint(STATE_NAMES):
+                self._take_entry(slot, entry)
+            elif self._is_shown[slot.index]:
                 clear_state(slot)
-                self._tables.steps[index] = 0
-                self._is_shown[index] = 0
+                self._tables.steps[slot.index] = 0
+                self._is_shown[slot.index] = 0
+        self._note_shown()
+
+    def _take_entry(self, slot: GradSlot, entry: dict[str, Any]) -> None:
+        shown = self._entries.get(slot.index, {}) if self._is_shown[slot.index] else {}
+        changed = {name: value for name, value in entry.items() if value is not shown.get(name)}
+        if changed:
+            step = write_entry(slot, changed, is_new=not shown)
+            if step is not None:
+                self._tables.steps[slot.index] = step
+            self._show(slot, entry)
+
+    def _show(self, slot: GradSlot, entry: dict[str, Any]) -> None:
+        """Have an entry of ``optimizer.state`` show the step count and the own part of the moments (aliases)."""
+        shown = {"step": self._tables.steps[slot.index], **slot.bucket.state_entry(slot.position)}
+        entry.update(shown)
+        self._entries[slot.index], self._is_shown[slot.index] = shown, 1
+
+    def _note_shown(self) -> None:
+        state = self._present_optimizer().state
+        self._shown = [value for entry in state.values() if isinstance(entry, dict) for value in entry.values()]
 
     def _present_optimizer(self) -> torch.optim.Optimizer:
         optimizer = self._optimizer()

@@ -193,6 +193,38 @@ def copy_state(loaded: Sequence[LoadedState], slots: Sequence[GradSlot], steps: 
                     trust_next_weights(state.slot.bucket)
 
 
+def write_entry(slot: GradSlot, changed: Mapping[str, Any], is_new: bool) -> float | None:
+    """Copy what the user has put into a parameter's entry of ``optimizer.state`` into its bucket. Local.
+
+    Args:
+        changed: Values by name, of the shape of the parameter or of this rank's part; other names are left alone.
+        is_new: The parameter had no state, and must be given all of it.
+    Returns:
+        The step count, if it is among them.
+    Raises:
+        ValueError: A value of another shape; a new entry lacks one.
+    """
+    bucket, position = slot.bucket, slot.position
+    for name in ("step", "exp_avg", "exp_avg_sq") if is_new else ():
+        if name not in changed:
+            raise ValueError(f"optimizer.state of {slot.name} has no {name!r}; give all of it, or remove the entry")
+    bucket.allocate_state()
+    if "max_exp_avg_sq" in changed and not bucket.has_codes:
+        bucket.allocate_max_exp_avg_sq()
+    for name in (*STATE_NAMES, *SCALE_NAMES):
+        target = bucket.state_part(name, position)
+        if name not in changed or target is None:
+            continue
+        value = torch.as_tensor(changed[name])
+        if name in SCALE_NAMES or (bucket.is_coded(name) and value.dtype == target.dtype):
+            target.copy_(value.reshape(-1))
+        elif value.shape == target.shape and target.numel() < bucket.views[position].numel():
+            bucket.write_state(name, position, value)
+        else:
+            bucket.write_state(name, position, _own_part(slot, slot.index, name, value))
+    return float(changed["step"]) if "step" in changed else None
+
+
 def clear_state(slot: GradSlot, keep: Mapping[str, Any] = MappingProxyType({})) -> None:
     """Zero this rank's part of the moments and of the master's low half, but for those named in ``keep``. Local."""
     for name in (*_PART_NAMES, *SCALE_NAMES):

@@ -37,6 +37,7 @@ class Followed(Protocol):
     param_groups: list[dict[str, Any]]
     _join_config: Any
     _join_hook: Any
+    _clip: Any
 
     def step(self) -> Any:
         """Update."""
@@ -92,6 +93,7 @@ class JoinHook:
         self._is_following = True
         try:
             if operation == Operation.ROUND:
+                self._optimizer._clip.settle()  # nobody calls zero_grad here
                 self._reducer.follow_round(values)
             elif operation == Operation.CLIP:
                 self._optimizer.clip_grad_norm_(values[0], values[1])

@@ -24,7 +24,7 @@ from zero_shard.checkpoint.places import average_part, change, live_part, reset_
 from zero_shard.checkpoint.random_states import set_random_states
 from zero_shard.checkpoint.reader import Reader
 from zero_shard.collectives import Agreements
-from zero_shard.construction import check_amsgrad
+from zero_shard.groups import check_amsgrad
 from zero_shard.held_state import HeldState
 from zero_shard.masters import note_weights
 from zero_shard.number_formats import join_masters

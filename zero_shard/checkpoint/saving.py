@@ -65,7 +65,7 @@ def prepare(
     """Check the arguments and return what this rank writes. Local."""
     check_keep(Path(os.path.realpath(path)), keep)
     optimizer.held.check_in_charge()
-    optimizer.held.forget_cleared()
+    optimizer.held.take_edits()
     for held in holders(module):
         held.take_back_replaced()
     return collect(module, optimizer, extra, **options)

@@ -5,7 +5,8 @@ A round reduces every bucket once, in the same order on all ranks. Buckets start
 end of backward starts the rest, with zeros for what this rank has no gradient for. Then all ranks combine one byte
 per parameter ("somebody has a gradient") and per bucket ("more came after it started", as reentrant checkpointing
 does), reduce the late ones, and know which parameters to update. A bucket that nobody used in the last round waits
-for that byte, so that a part of the model which is not trained at the moment sends nothing.
+for that byte, so that a part of the model which is not trained at the moment sends nothing. Two bytes more say which
+step a rank is in: one that has made fewer backward passes, or left out a step, must not be met by the next one's.
 """
 
 from __future__ import annotations
@@ -91,16 +92,27 @@ class Rounds:
         Returns:
             The buckets that are yet to be reduced, for the first time or again; and per slot whether somebody has a
             gradient.
+        Raises:
+            RuntimeError: Ranks are in different steps; on all of them.
         """
         num_slots = len(self._slots)
-        flags = torch.zeros(num_slots + len(self._buckets), dtype=torch.uint8)
+        flags = torch.zeros(num_slots + len(self._buckets) + 2, dtype=torch.uint8)
         mine = flags.numpy()
+        step = self._communicator.num_steps % 256
+        mine[-2:] = step, 255 - step  # the largest of both are the last and the first step that a rank is in
         for slot in self._slots:
             if slot.is_sent or slot.local is not None:
                 mine[slot.index] = 1
                 if slot.local is not None and self.is_started[slot.bucket.index]:
                     mine[num_slots + slot.bucket.index] = 1
         union = self._communicator.agree(flags, "max", "the list of gradients present").numpy()
+        if int(union[-2]) + int(union[-1]) != 255:
+            raise RuntimeError(
+                f"gradients of different steps have met: this rank has called step() {self._communicator.num_steps} "
+                "times, another one more or less often. Call step() equally often on all ranks, and backward, too: put "
+                "all but the last before a step into optimizer.no_sync(), and ranks that run out of data into "
+                "torch.distributed.algorithms.Join"
+            )
         waiting = []
         for bucket in self._buckets:
             is_used = bool(union[bucket.slots.start : bucket.slots.stop].any())
