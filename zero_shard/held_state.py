@@ -94,7 +94,6 @@ class HeldState:
         """Move parameters whose data the user has replaced back into their buckets, and notice edits. Local."""
         self._reducer.take_back_replaced()
         self.take_edits()
-        self.take_edits()
 
     # ---- to write ------------------------------------------------------------------------------------------
 
