@@ -10,6 +10,7 @@ import contextlib
 import traceback
 from collections import defaultdict
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ import torch
 import torch.distributed as dist
 from oracle import assert_ranks_agree
 from test_habits import PlainWithMean, _mlp, _weights, _x
-from torch import nn
+from torch import Tensor, nn
 
 import zero_shard
 
@@ -159,7 +160,19 @@ def _warm_start(model: nn.Module, optimizer: Any, step: int) -> None:
     optimizer.zero_grad()
 
 
+def _gradients_by_function(model: nn.Module, optimizer: Any, step: int) -> None:
+    """torch.autograd.grad leaves param.grad alone: None is None, whatever the stage."""
+    gradients = torch.autograd.grad(model(_x(step)).square().sum(), list(model.parameters()))
+    for param, gradient in zip(model.parameters(), gradients, strict=True):
+        param.grad = gradient if param.grad is None else param.grad + gradient
+    if not _is_ours(optimizer):
+        optimizer.average()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
 LOOPS: dict[str, Loop] = {
+    "autograd.grad of parameters": _gradients_by_function,
     "never zeroed": _never_zeroed,
     "never zeroed, clipped": _never_zeroed_and_clipped,
     "clipped, stepped three times": _stepped_twice_and_clipped,
@@ -174,8 +187,8 @@ LOOPS: dict[str, Loop] = {
 }
 
 
-def _compare(stage: int, loop: Loop) -> None:
-    plain_model, model = _mlp(), _mlp()
+def _compare(stage: int, loop: Loop, build: Callable[[int], nn.Module] = lambda _: _mlp()) -> None:
+    plain_model, model = build(0), build(dist.get_rank())
     plain = PlainWithMean(plain_model.parameters(), lr=0.05, weight_decay=0.1)
     config = {"stage": stage, "bucket_mib": 1e-4}
     ours = zero_shard.AdamW(model.parameters(), lr=0.05, weight_decay=0.1, module=model, config=config)
@@ -209,7 +222,65 @@ def test_loops_give_what_plain_adamw_gives(world_size: int) -> None:
         assert not failures, "\n".join(failures)
 
 
+# --- frozen parameters that nobody trains ---
+
+
+class _Quantised(nn.Module):
+    """Frozen parameters of every other dtype, in units and outside, beside trained ones; ranks start differently."""
+
+    def __init__(self, offset: int) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.blocks = nn.ModuleList(nn.Linear(4, 4, dtype=D) for _ in range(2))
+        frozen = {
+            "codes": torch.tensor([[1, 2, 3, 4]], dtype=torch.int8),
+            "wide": torch.tensor([5, 6], dtype=torch.int16),
+            "order": torch.tensor([3, 1, 2, 0]),
+            "phase": torch.tensor(1 + 2j),
+        }
+        for number, (name, value) in enumerate(frozen.items()):
+            owner = self.blocks[number] if number < 2 else self
+            owner.register_parameter(name, nn.Parameter(value + 4 * offset, requires_grad=False))
+        self.register_buffer("mask", torch.tensor([True, False, offset == 0]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return something that needs all of them."""
+        x = self.blocks[0](x)[:, self.order % 4] * self.blocks[0].codes.to(D)
+        return self.blocks[1](x) * self.phase.imag.to(D) * self.blocks[1].wide.sum()
+
+
+def _through_a_checkpoint(path: str) -> None:
+    for stage in range(4):
+        _compare(stage, _edited_state(lambda *_: None), _Quantised)
+        model, loaded = _Quantised(dist.get_rank()), _Quantised(9)
+        optimizer = zero_shard.AdamW(model.parameters(), module=model, config={"stage": stage})
+        model(_x(0)).sum().backward()
+        optimizer.step()
+        zero_shard.save(f"{path}/{stage}", model, optimizer)
+        later = zero_shard.AdamW(loaded.parameters(), module=loaded, config={"stage": 3 - stage})
+        zero_shard.load(f"{path}/{stage}", loaded, later)
+        want, got = zero_shard.full_state_dict(model), zero_shard.full_state_dict(loaded)
+        assert got.keys() == want.keys()
+        assert all(got[name].dtype == value.dtype and torch.equal(got[name], value) for name, value in want.items())
+        assert torch.equal(model.order, _Quantised(0).order) and torch.equal(model.mask, _Quantised(0).mask)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_frozen_parameters_of_other_dtypes_are_carried_along(world_size: int, tmp_path: Path) -> None:
+    """Indices and quantised weights were refused, at stage 3 even where nobody had given them to the optimizer."""
+    ranks.run(world_size, _through_a_checkpoint, str(tmp_path))
+
+
 # --- what is refused, on all ranks ---
+
+
+def _refuse_uninitialised() -> None:
+    model = nn.Sequential(nn.LazyLinear(4))
+    _raises_on_all(lambda: zero_shard.AdamW(model.parameters(), module=model), ValueError, "0.weight has no shape yet")
+
+
+def test_parameters_without_a_shape_are_refused_by_name() -> None:
+    ranks.run(2, _refuse_uninitialised)
 
 
 def _raises_on_all(call: Callable[[], Any], error: type[Exception], words: str) -> None:

@@ -25,9 +25,8 @@ from zero_shard.stages.materialize import check_buffers, materialize
 from zero_shard.stages.parameters import ParameterSharding
 from zero_shard.stages.reduction import Reducer
 from zero_shard.stages.released import ReleasedParameter
-from zero_shard.stages.units import find_units
+from zero_shard.stages.units import TRAINABLE_DTYPES, find_units, stays_whole
 
-_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _LOW_DTYPES = {torch.bfloat16: torch.int16, torch.float16: torch.float32}  # see docs/kernels.md
 _SUM_CHUNK_NUMEL = 1 << 20
 _SMALLEST_CODED_NUMEL = (
@@ -124,12 +123,10 @@ class Builder:
         if num_ranks > 1 or self._precision is not None:
             self.notice_wrappers(groups)
         for name, param in named:
+            if isinstance(param, nn.UninitializedParameter):
+                raise ValueError(f"parameter {name} has no shape yet (LazyModule); run a forward on all ranks before")
             self._check_free(name, param)
-            if param.dtype not in _DTYPES:
-                raise NotImplementedError(
-                    f"parameter {name} has dtype {param.dtype}, expected one of float32, float64, bfloat16, float16; "
-                    "keep it out of the optimizer, or store a complex parameter as two real ones (torch.view_as_real)"
-                )
+            _check_dtype(name, param)
             if self._precision is not None:
                 self._precision.check(name, param)
             dtype = self._cast_dtype(param) or param.dtype
@@ -233,13 +230,16 @@ class Builder:
             self._num_shards = self._stage.num_shards(limit)
             self._communicator.split(self._num_shards)
         named = self.named_params(groups)
-        widen([param for _, param in named if id(param) not in self._bucketed])
+        missing = [each for each in named if id(each[1]) not in self._bucketed and not stays_whole(each[1])]
+        for name, param in missing:
+            _check_dtype(name, param)  # may have been frozen at the start
+        widen([param for _, param in missing])
         nbytes = self._bucket_nbytes(named)
         if is_first and isinstance(self._stage, ParameterSharding) and self._num_shards > 1:
             self._build_units(self._stage, nbytes)
         elif is_first and self._module is not None:
             self._materialize(self._module, list(self._module.parameters()))
-        self._build_buckets([each for each in named if id(each[1]) not in self._bucketed], nbytes)
+        self._build_buckets([each for each in missing if id(each[1]) not in self._bucketed], nbytes)
         self._settle_rest(named)
         if self._precision is not None:
             self._precision.attach()
@@ -331,12 +331,11 @@ class Builder:
             self._compare(tensors)
             return
         for name, tensor in tensors:
-            if tensor.is_contiguous():
-                self._communicator.broadcast_(tensor, f"{name} of rank 0")
-            else:
-                copy = tensor.contiguous()
-                self._communicator.broadcast_(copy, f"{name} of rank 0")
-                tensor.copy_(copy)
+            flat = tensor.reshape(-1)  # a copy where the tensor is not contiguous
+            wire = flat if tensor.dtype in TRAINABLE_DTYPES else flat.view(torch.uint8)  # backends know few dtypes
+            self._communicator.broadcast_(wire, f"{name} of rank 0")
+            if not tensor.is_contiguous():
+                tensor.copy_(flat.view(tensor.shape))
 
     def _compare(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
         """Raise on all ranks, with the name, if a tensor differs from rank to rank. All ranks call."""
@@ -351,6 +350,14 @@ class Builder:
                     f"ranks start with different values of {name}, and sync_module_states is false; "
                     "load or seed them alike, or set sync_module_states = true to take those of rank 0"
                 )
+
+
+def _check_dtype(name: str, param: nn.Parameter) -> None:
+    if not stays_whole(param) and param.dtype not in TRAINABLE_DTYPES:
+        raise NotImplementedError(
+            f"parameter {name} has dtype {param.dtype}, expected one of float32, float64, bfloat16, float16; "
+            "keep it out of the optimizer, or store a complex parameter as two real ones (torch.view_as_real)"
+        )
 
 
 def _default_device(module: nn.Module) -> torch.device:

@@ -241,9 +241,11 @@ class Reducer:
         """Give out gradients that are reduced at the first read.
 
         At stage 1 every trainable parameter gets one: another rank may have a gradient for it, and all must read alike.
+        Not after ``autograd.grad``, which leaves ``param.grad`` alone.
         """
+        has_local = any(slot.local is not None for slot in self.slots)
         for slot in self.slots:
-            is_possible = not self._is_eager and slot.param.requires_grad and slot.handed is None
+            is_possible = has_local and not self._is_eager and slot.param.requires_grad and slot.handed is None
             if slot.local is not None or is_possible:
                 slot.hand_pending()
             elif slot.handed is not None:

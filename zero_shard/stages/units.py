@@ -6,10 +6,12 @@ import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import nn
 
 from zero_shard.module_names import plain_named_parameters
 
+TRAINABLE_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _SMALLEST_UNIT_NBYTES = 1 << 20  # outside of stacks, modules below this stay with the rest of the model
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 _STACKS = (nn.ModuleList, nn.Sequential)
@@ -30,8 +32,13 @@ class UnitPlan:
     params: list[tuple[str, nn.Parameter]] = field(default_factory=list)
 
 
+def stays_whole(param: nn.Parameter) -> bool:
+    """Whether a parameter is only carried along: frozen, of a dtype that is not trained (indices, codes)."""
+    return not param.requires_grad and param.dtype not in TRAINABLE_DTYPES
+
+
 def find_units(module: nn.Module, units: str | Sequence[str], unit_nbytes: int) -> list[UnitPlan]:
-    """Assign every parameter of ``module`` to one unit, in the order of the modules.
+    """Assign every parameter of ``module`` that does not stay whole to one unit, in the order of the modules.
 
     Parameters used by several units (tied weights) form a unit of their own that is whole around each of them; what
     lies outside of all units is whole while ``module`` runs.
@@ -46,7 +53,8 @@ def find_units(module: nn.Module, units: str | Sequence[str], unit_nbytes: int) 
     owners: dict[nn.Parameter, tuple[str, list[nn.Module]]] = {}
     _find_owners(module, "", module, {id(root) for root in roots}, owners)
     plans: dict[tuple[int, ...], UnitPlan] = {}
-    owners = {param: (name, owners[param][1]) for name, param in plain_named_parameters(module)}
+    sharded = [(name, param) for name, param in plain_named_parameters(module) if not stays_whole(param)]
+    owners = {param: (name, owners[param][1]) for name, param in sharded}
     names = {id(each): name for name, each in module.named_modules()}
     for param, (name, modules) in owners.items():
         if any(each is module for each in modules):
