@@ -17,8 +17,7 @@ from unittest import mock
 import pytest
 import ranks
 import torch
-import torch.distributed as dist
-from example_runs import free_port
+from example_runs import as_under_torchrun, free_port
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))  # as when one of the scripts is run
@@ -38,13 +37,10 @@ MIB = 2**20
 
 
 def _as_rank(words: list[str], port: int) -> None:
-    """Be one of the ranks that ``bench_train.py`` starts; torchrun starts those of memory and the wire."""
-    rank, world_size = str(dist.get_rank()), str(dist.get_world_size())
-    dist.destroy_process_group()
-    environment = {"RANK": rank, "WORLD_SIZE": world_size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    """Be one of the ranks that ``bench_train.py`` starts; torchrun starts those of memory and of checkpoints."""
     warnings.simplefilter("default")  # those of the peers; the task's filters end with it
     with (
-        mock.patch.dict(os.environ, environment),
+        as_under_torchrun(port),
         mock.patch.object(bench_train, "leave", sys.exit),
         pytest.raises(SystemExit) as ended,
     ):

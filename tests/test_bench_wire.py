@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import ranks
+from example_runs import as_under_torchrun, free_port
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))  # as when the script is run
@@ -14,7 +16,17 @@ sys.path.insert(0, str(ROOT / "benchmarks"))  # as when the script is run
 import bench_wire  # noqa: E402
 
 
-def test_a_quick_run_compares_all_ways(tmp_path: Path) -> None:
+def _as_rank(words: list[str], port: int) -> None:
+    with as_under_torchrun(port):
+        bench_wire.main(words)
+
+
+def test_a_quick_run_compares_all_ways(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run_ranks(script: str, words: list[str], num_ranks: int, threads: int) -> None:
+        assert Path(script).name == "bench_wire.py" and threads == 1
+        ranks.run(num_ranks, _as_rank, words, free_port(), limit_s=240)
+
+    monkeypatch.setattr(bench_wire, "run_ranks", run_ranks)
     out = tmp_path / "out.json"
     bench_wire.main(["--quick", "--steps", "8", "--out", str(out)])
     rows = json.loads(out.read_text())["rows"]
