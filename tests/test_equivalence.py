@@ -8,9 +8,6 @@ it must equal the oracle.
 from __future__ import annotations
 
 import copy
-import random
-import time
-from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -162,7 +159,7 @@ def train(recipe: Recipe, way: dict[str, Any]) -> tuple[list[Snapshot], list[Ten
     return snapshots, norms
 
 
-def _train_all_ways(recipe: Recipe, ways: list[dict[str, Any]]) -> list[tuple[list[Snapshot], list[Tensor]]]:
+def train_all_ways(recipe: Recipe, ways: list[dict[str, Any]]) -> list[tuple[list[Snapshot], list[Tensor]]]:
     results = []
     for way in ways:
         try:
@@ -244,7 +241,7 @@ RECIPES = {
 _RUNS = [(name, world_size) for name, (world_sizes, _) in RECIPES.items() for world_size in world_sizes]
 
 
-def _assert_all_equal_the_first(results: list[tuple[list[Snapshot], list[Tensor]]], ways: list[dict[str, Any]]) -> None:
+def assert_all_equal_the_first(results: list[tuple[list[Snapshot], list[Tensor]]], ways: list[dict[str, Any]]) -> None:
     first, first_norms = results[0]
     for way, (snapshots, norms) in zip(ways, results, strict=True):
         for step, (got, want) in enumerate(zip(snapshots, first, strict=True)):
@@ -256,9 +253,9 @@ def _assert_all_equal_the_first(results: list[tuple[list[Snapshot], list[Tensor]
 def test_all_ways_of_sharding_give_the_bits_of_stage_0(name: str, world_size: int) -> None:
     """Parameters, moments, step counts and norms are bitwise equal after each of 4 steps, and equal to plain AdamW."""
     recipe = RECIPES[name][1]
-    results = ranks.run(world_size, _train_all_ways, recipe, WAYS)[0]
+    results = ranks.run(world_size, train_all_ways, recipe, WAYS)[0]
     _check_against_oracle(recipe, world_size, *results[0])
-    _assert_all_equal_the_first(results, WAYS)
+    assert_all_equal_the_first(results, WAYS)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -269,11 +266,11 @@ def test_clipping_with_torch_gives_the_same(world_size: int) -> None:
     gives the same bits, and all agree up to rounding.
     """
     recipe = Recipe(clip="torch")
-    results = ranks.run(world_size, _train_all_ways, recipe, WAYS)[0]
+    results = ranks.run(world_size, train_all_ways, recipe, WAYS)[0]
     for result in results:
         _check_against_oracle(recipe, world_size, *result)
     for ways in (slice(0, 2), slice(2, 4), slice(4, None)):
-        _assert_all_equal_the_first(results[ways], WAYS[ways])
+        assert_all_equal_the_first(results[ways], WAYS[ways])
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -283,7 +280,7 @@ def test_clipping_with_torch_gives_the_same(world_size: int) -> None:
 def test_all_ways_agree_in_lower_precision(world_size: int, config: dict[str, Any]) -> None:
     """Options that round differ from plain AdamW, but the ways of sharding don't differ from each other."""
     recipe = Recipe(torch.float32, has_bf16_block=True, config=config)
-    _assert_all_equal_the_first(ranks.run(world_size, _train_all_ways, recipe, WAYS)[0], WAYS)
+    assert_all_equal_the_first(ranks.run(world_size, train_all_ways, recipe, WAYS)[0], WAYS)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -291,7 +288,7 @@ def test_all_ways_agree_in_lower_precision(world_size: int, config: dict[str, An
 def test_several_backwards_without_no_sync(world_size: int, dtype: torch.dtype) -> None:
     """Stages 2 and 3 sum reduced shards, stages 0 and 1 local gradients: equal up to rounding."""
     recipe = Recipe(dtype, num_micros=3)
-    results = ranks.run(world_size, _train_all_ways, recipe, WAYS)[0]
+    results = ranks.run(world_size, train_all_ways, recipe, WAYS)[0]
     _check_against_oracle(recipe, world_size, *results[0])
     for way, (snapshots, _) in zip(WAYS, results, strict=True):
         for step, (got, want) in enumerate(zip(snapshots, results[0][0], strict=True)):
@@ -301,9 +298,9 @@ def test_several_backwards_without_no_sync(world_size: int, dtype: torch.dtype) 
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_no_process_group_is_a_world_of_one(way: dict[str, Any]) -> None:
     """Without ``torch.distributed`` the result is that of a group of one rank."""
-    alone = ranks.run(1, _train_all_ways, Recipe(), [way], has_group=False)[0]
-    grouped = ranks.run(1, _train_all_ways, Recipe(), [way])[0]
-    _assert_all_equal_the_first(alone + grouped, [way, way])
+    alone = ranks.run(1, train_all_ways, Recipe(), [way], has_group=False)[0]
+    grouped = ranks.run(1, train_all_ways, Recipe(), [way])[0]
+    assert_all_equal_the_first(alone + grouped, [way, way])
 
 
 # --- one ulp ---
@@ -344,104 +341,3 @@ def test_one_rank_is_within_one_ulp_of_torch_per_step(stage: int) -> None:
         assert bool(((got - want).abs() <= ulp).all()), ((got - want).abs() / ulp).max()
     for got, want in ranks.run(1, _one_step_at_a_time, stage, torch.float64)[0]:
         torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
-
-
-# --- races ---
-
-
-class _RandomDelays:
-    """Sleeps up to 4 ms before each collective, differently on each rank."""
-
-    def __init__(self) -> None:
-        self.num_calls = 0
-        self._random = random.Random(dist.get_rank())
-
-    def __call__(self, label: str) -> None:
-        self.num_calls += 1
-        time.sleep(self._random.random() * 0.004)
-
-
-def _train_with_delays(recipe: Recipe, ways: list[dict[str, Any]]) -> tuple[list[Any], list[Any], int]:
-    calm = _train_all_ways(recipe, ways)
-    delays = _RandomDelays()
-    zero_shard.collectives.pending.before_collective = delays
-    try:
-        delayed = _train_all_ways(recipe, ways)
-    finally:
-        zero_shard.collectives.pending.before_collective = None
-    return calm, delayed, delays.num_calls
-
-
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_delays_before_collectives_change_nothing(world_size: int) -> None:
-    """Ranks that come late to any collective, each at another one, don't change a bit."""
-    ways = [way for way in WAYS if way["stage"] > 0]
-    calm, delayed, num_calls = ranks.run(world_size, _train_with_delays, Recipe(num_steps=3), ways)[0]
-    assert num_calls > 3 * len(ways)
-    for way, want, got in zip(ways, calm, delayed, strict=True):
-        _assert_all_equal_the_first([want, got], [way, way])
-
-
-class _Bundle(nn.Module):
-    """Four parameters of different sizes, read in a given order."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weights = nn.ParameterList(torch.ones(n, dtype=torch.float64) for n in (40, 3, 1, 17))
-
-    def forward(self, order: list[int], scale: float) -> Tensor:
-        total = torch.zeros((), dtype=torch.float64)
-        for index in order:
-            weight = self.weights[index]
-            total = total + scale * (index + 1) * (weight * torch.arange(1.0, weight.numel() + 1)).sum()
-        return total
-
-
-class _Bundles(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.parts = nn.ModuleList(_Bundle() for _ in range(4))
-
-    def forward(self, order: list[int], shuffle: random.Random, scale: float) -> Tensor:
-        total = torch.zeros((), dtype=torch.float64)
-        for index in order:
-            inner = [0, 1, 2, 3]
-            shuffle.shuffle(inner)
-            total = total + self.parts[index](inner, scale * (index + 1))
-        return total
-
-
-def _orders(way: dict[str, Any], shuffle: random.Random) -> Iterator[list[int]]:
-    while True:
-        order = [0, 1, 2, 3]
-        if way["stage"] < 3:  # at stage 3 the ranks agree about the order of modules, not about what a module does
-            shuffle.shuffle(order)
-        yield order
-
-
-def _train_shuffled(ways: list[dict[str, Any]], is_shuffled: bool) -> list[list[Snapshot]]:
-    rank, results = dist.get_rank(), []
-    for way in ways:
-        model = _Bundles()
-        optimizer = zero_shard.AdamW(model.parameters(), lr=0.01, module=model, config=way)
-        snapshots = []
-        for step in range(4):
-            shuffle = random.Random(100 * rank * is_shuffled + step * is_shuffled)
-            optimizer.zero_grad()
-            model(next(_orders(way, shuffle)), shuffle, rank + step + 1.0).backward()
-            optimizer.step()
-            assert_ranks_agree(model, f"{way}, step {step}")
-            snapshots.append(sharded_snapshot(model, optimizer))
-        results.append(snapshots)
-    return results
-
-
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_order_of_hooks_may_differ_between_ranks(world_size: int) -> None:
-    """Gradients that arrive in another random order on each rank and in each step give the same bits."""
-    same = ranks.run(world_size, _train_shuffled, WAYS, False)[0]
-    shuffled = ranks.run(world_size, _train_shuffled, WAYS, True)[0]
-    for way, want, got in zip(WAYS, same, shuffled, strict=True):
-        for step in range(4):
-            assert_snapshots_close(got[step], want[step], EXACT, f"{way}, step {step}")
-            assert_snapshots_close(want[step], same[0][step], EXACT, f"{way}, step {step}, against stage 0")
