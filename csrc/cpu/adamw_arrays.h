@@ -17,8 +17,8 @@ struct LowPointer {
   Low read(int64_t i) const { return pointer[i]; }
   void write(int64_t i, Low value) const { pointer[i] = value; }
   template <int64_t kNumel>
-  void prefetch_from(int64_t ahead) const {
-    prefetch<kNumel>(pointer, ahead);
+  void prefetch_from(int64_t ahead, bool is_wanted) const {
+    prefetch<kNumel>(pointer, ahead, is_wanted);
   }
 };
 template <>
@@ -27,7 +27,7 @@ struct LowPointer<Nothing> {
   Nothing read(int64_t) const { return {}; }
   void write(int64_t, Nothing) const {}
   template <int64_t kNumel>
-  void prefetch_from(int64_t) const {}
+  void prefetch_from(int64_t, bool) const {}
 };
 
 // The elements of one part in all tensors, each counted from 0. The moments may lie elsewhere.

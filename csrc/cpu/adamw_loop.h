@@ -7,16 +7,17 @@ template <bool kIsAmsgrad, class Weight, class Moment, class Grad>
 void adamw_run(
     const Arrays<Weight, Moment, Grad> arrays, const AdamwConstants<typename Weight::Compute> constants,
     int64_t numel) {
+  const bool is_wanted = kIsPrefetching || sizeof(typename Weight::Storage) == 2;
   int64_t i = 0;
   for (; i + kStepNumel <= numel; i += kStepNumel) {
     const int64_t ahead = i + kAheadNumel;
-    prefetch<kStepNumel>(arrays.param, ahead);
-    arrays.low.template prefetch_from<kStepNumel>(ahead);
-    prefetch<kStepNumel>(arrays.grad, ahead);
-    prefetch<kStepNumel>(arrays.exp_avg, ahead);
-    prefetch<kStepNumel>(arrays.exp_avg_sq, ahead);
+    prefetch<kStepNumel>(arrays.param, ahead, is_wanted);
+    arrays.low.template prefetch_from<kStepNumel>(ahead, is_wanted);
+    prefetch<kStepNumel>(arrays.grad, ahead, is_wanted);
+    prefetch<kStepNumel>(arrays.exp_avg, ahead, is_wanted);
+    prefetch<kStepNumel>(arrays.exp_avg_sq, ahead, is_wanted);
     if (kIsAmsgrad) {
-      prefetch<kStepNumel>(arrays.max_exp_avg_sq, ahead);
+      prefetch<kStepNumel>(arrays.max_exp_avg_sq, ahead, is_wanted);
     }
 #pragma GCC ivdep
     for (int64_t k = i; k < i + kStepNumel; ++k) {

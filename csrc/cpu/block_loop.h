@@ -63,7 +63,7 @@ void adamw_blocks(const AdamwArgs& args, const AdamwConstants<float>& constants,
     float& scale_sq = args.exp_avg_sq_scale[begin / kBlockNumel];
 
     prefetch<kBlockNumel>(arrays.param, kAheadNumel);
-    arrays.low.template prefetch_from<kBlockNumel>(kAheadNumel);
+    arrays.low.template prefetch_from<kBlockNumel>(kAheadNumel, kIsPrefetching);
     prefetch<kBlockNumel>(arrays.grad, kAheadNumel);
     prefetch<kBlockNumel>(codes, kAheadNumel);
     prefetch<kBlockNumel>(codes_sq, kAheadNumel);

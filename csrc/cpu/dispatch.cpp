@@ -35,6 +35,15 @@ const CpuLoops* find_loops(const char* name) {
   return nullptr;
 }
 
+bool is_prefetching() {
+#if defined(ZERO_SHARD_HAS_X86_LOOPS)
+  __builtin_cpu_init();
+  return !__builtin_cpu_is("amd");
+#else
+  return true;
+#endif
+}
+
 const CpuLoops* first_choice() {
   const CpuLoops* wanted = find_loops(std::getenv("ZERO_SHARD_CPU_CAPABILITY"));
   return wanted != nullptr ? wanted : find_loops(nullptr);
@@ -46,6 +55,8 @@ const CpuLoops*& loops_in_force() {
 }
 
 }  // namespace
+
+const bool kIsPrefetching = is_prefetching();
 
 const CpuLoops& cpu_loops() { return *loops_in_force(); }
 

@@ -24,6 +24,9 @@ struct CpuLoops {
   void (*unflatten)(const FlattenArgs& args, int64_t begin, int64_t end);
 };
 
+// Whether this processor gains by it; see Note [Prefetch].
+extern const bool kIsPrefetching;
+
 // The table in force: the widest that this machine runs, or a narrower one that ZERO_SHARD_CPU_CAPABILITY names.
 const CpuLoops& cpu_loops();
 
