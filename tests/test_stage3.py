@@ -1,9 +1,8 @@
-"""Stage 3: which units are found, when parameters are whole, and that any use gives plain AdamW's numbers."""
+"""Stage 3: when parameters are whole, and that any use gives plain AdamW's numbers."""
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +23,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import zero_shard
-from zero_shard.stages.units import UnitPlan, find_units
 
 _F64 = torch.float64
 _NUM_STEPS = 4
@@ -52,101 +50,6 @@ def _released(model: nn.Module) -> list[str]:
 
 def _all_names(model: nn.Module) -> list[str]:
     return [name for name, _ in model.named_parameters()]
-
-
-# --- which units are found ---
-
-
-def _linear(numel: int = 64) -> nn.Module:
-    return nn.Linear(numel, 1, bias=False)
-
-
-class _Stack(nn.Module):
-    """A model as most are: something before, blocks, something after."""
-
-    def __init__(self, blocks: nn.Module) -> None:
-        super().__init__()
-        self.embed, self.blocks, self.norm = nn.Embedding(5, 8), blocks, nn.LayerNorm(8)
-
-
-class _Branches(nn.Module):
-    def __init__(self, left: nn.Module, right: nn.Module) -> None:
-        super().__init__()
-        self.left, self.right = left, right
-
-
-def _mlp() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
-
-
-def _units(model: nn.Module, units: str | Sequence[str] = "auto", unit_nbytes: int = 1 << 30) -> dict[str, list[str]]:
-    plans: list[UnitPlan] = find_units(model, units, unit_nbytes)
-    return {plan.name: [name for name, _ in plan.params] for plan in plans}
-
-
-def test_units_are_the_elements_of_a_module_list() -> None:
-    found = _units(_Stack(nn.ModuleList(_mlp() for _ in range(3))))
-    assert list(found) == ["", "blocks.0", "blocks.1", "blocks.2"]
-    assert found["blocks.1"] == ["blocks.1.0.weight", "blocks.1.0.bias", "blocks.1.2.weight", "blocks.1.2.bias"]
-    assert found[""] == ["embed.weight", "norm.weight", "norm.bias"]
-
-
-def test_units_are_the_elements_of_a_sequential() -> None:
-    found = _units(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)))
-    assert list(found) == ["0", "2"]
-    assert list(_units(_Stack(nn.Sequential(_linear(), _linear())))) == ["", "blocks.0", "blocks.1"]
-
-
-def test_units_of_two_stacks_are_found_in_the_order_of_the_modules() -> None:
-    model = _Branches(_Stack(nn.ModuleList([_mlp(), _mlp()])), _Stack(nn.ModuleList([_mlp()])))
-    assert [name for name in _units(model) if name] == ["left.blocks.0", "left.blocks.1", "right.blocks.0"]
-
-
-def test_units_outside_of_stacks_are_found_by_size() -> None:
-    big = _linear(1 << 19)  # 2 MiB
-    found = _units(_Branches(big, _linear()))
-    assert found == {"": ["right.weight"], "left": ["left.weight"]}
-    assert list(_units(_Branches(_Branches(big, _linear(1 << 19)), _linear()), unit_nbytes=3 << 20)) == [
-        "",
-        "left.left",
-        "left.right",
-    ]
-
-
-def test_units_are_found_by_class_name() -> None:
-    model = _Stack(nn.ModuleList(_mlp() for _ in range(2)))
-    assert list(_units(model, ["Sequential"])) == ["", "blocks.0", "blocks.1"]
-    assert list(_units(model, ["Linear"])) == ["", "blocks.0.0", "blocks.0.2", "blocks.1.0", "blocks.1.2"]
-    assert list(_units(model, ["Embedding", "Sequential"])) == ["", "embed", "blocks.0", "blocks.1"]
-    with pytest.raises(ValueError, match=r"'Lniear'.*did you mean 'Linear'"):
-        find_units(model, ["Lniear"], 1)
-
-
-def test_a_module_in_two_places_is_one_unit() -> None:
-    shared = _linear()
-    found = _units(nn.Sequential(shared, _linear(), shared))
-    assert found == {"0": ["0.weight"], "1": ["1.weight"]}
-
-
-def test_a_weight_tied_across_units_is_a_unit_whole_around_both() -> None:
-    first, second = nn.Linear(4, 4), nn.Linear(4, 4)
-    second.weight = first.weight
-    plans = find_units(nn.Sequential(first, nn.Tanh(), second), "auto", 1)
-    assert [[name for name, _ in plan.params] for plan in plans] == [["0.bias"], ["0.weight"], ["2.bias"]] or [
-        sorted(name for name, _ in plan.params) for plan in plans
-    ] == [["0.weight"], ["0.bias"], ["2.bias"]]
-    tied = next(plan for plan in plans if plan.params[0][0] == "0.weight")
-    assert [id(module) for module in tied.modules] == [id(first), id(second)]
-
-
-@pytest.mark.parametrize("units", ["auto", ["Linear"], ["Sequential", "Linear"]], ids=str)
-def test_every_parameter_is_in_exactly_one_unit(units: Any) -> None:
-    inner = _Stack(nn.ModuleList([_mlp(), nn.Sequential(_mlp(), _mlp())]))
-    model = _Branches(inner, nn.MultiheadAttention(8, 2))
-    model.left.norm.weight = model.right.in_proj_bias  # type: ignore[assignment]
-    params = [param for plan in find_units(model, units, 1 << 20) for _, param in plan.params]
-    assert len({id(param) for param in params}) == len(params)
-    assert {id(param) for param in params} == {id(param) for param in model.parameters()}
 
 
 # --- kinds of models, against plain AdamW ---
@@ -467,98 +370,6 @@ def test_frozen_layers_are_released_in_backward() -> None:
     ranks.run(2, _release_of_frozen)
 
 
-# --- the meta device ---
-
-
-def _parts(device: str) -> nn.Module:
-    with torch.device(device):
-        return nn.Sequential(
-            nn.Embedding(300, 64),
-            nn.Linear(64, 256),
-            nn.LayerNorm(256),
-            nn.Sequential(nn.BatchNorm1d(256), *(nn.Linear(256, 256) for _ in range(8))),
-            nn.Linear(256, 7),
-        )
-
-
-def _storages() -> dict[int, torch.UntypedStorage]:
-    """Return all distinct storages that live tensors hold, by identity."""
-    gc.collect()
-    storages = {}
-    with torch._C.DisableTorchFunctionSubclass():
-        for candidate in gc.get_objects():
-            kind = type(candidate)  # isinstance would ask proxies that only pretend to be tensors
-            if issubclass(kind, Tensor) and not issubclass(kind, zero_shard.ShardedGrad) and not candidate.is_meta:
-                for tensor in (candidate, candidate.grad if candidate.is_leaf else None):
-                    if tensor is not None and not issubclass(type(tensor), zero_shard.ShardedGrad):
-                        storages[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
-    return storages
-
-
-class _Live:
-    """Bytes of the storages that have come into the world since this object was made, and live."""
-
-    def __init__(self) -> None:
-        self._known = _storages()  # held, so that no new storage takes the identity of an old one
-
-    def nbytes(self) -> int:
-        return sum(storage.nbytes() for key, storage in _storages().items() if key not in self._known)
-
-
-def _build_on_meta(config: dict[str, Any], rank_seeds: bool) -> None:
-    """Compare a model that was built on the meta device with one that was built on the CPU after the same seed."""
-    torch.manual_seed(12)
-    real = _parts("cpu")
-    total = sum(param.nbytes for param in real.parameters())
-    state = {name: tensor.clone() for name, tensor in real.state_dict().items()}
-    live, peaks = _Live(), [0]
-    torch.manual_seed(12 + (rank_seeds and dist.get_rank()))
-    model = _parts("meta")
-    identities = {name: id(param) for name, param in model.named_parameters()}
-    zero_shard.collectives.pending.before_collective = lambda _: peaks.append(live.nbytes())
-    try:
-        optimizer = zero_shard.AdamW(model.parameters(), module=model, config=config)
-    finally:
-        zero_shard.collectives.pending.before_collective = None
-    assert {name: id(param) for name, param in model.named_parameters()} == identities
-    with zero_shard.gathered(model):
-        for name, tensor in model.state_dict().items():
-            assert torch.equal(tensor, state[name]), f"{config}: {name} differs from that of a real build"
-    model(torch.arange(6)).sum().backward()
-    optimizer.step()
-    assert_ranks_agree(model)
-    if config["stage"] == 3 and dist.get_world_size() == 4:
-        unit_nbytes = 256 * 257 * 4
-        limit = total / 4 + 2 * unit_nbytes + 50_000  # own shards, and a unit before and after it moved into its bucket
-        assert limit < total, "the limit says something"
-        assert 0 < max(peaks) <= limit, f"held {max(peaks)} of {total} bytes while building, limit {limit:.0f}"
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_meta_build_equals_a_real_build_and_never_holds_the_whole(world_size: int) -> None:
-    for stage in range(4):
-        ranks.run(world_size, _build_on_meta, {"stage": stage}, False)
-    ranks.run(world_size, _build_on_meta, {"stage": 3, "units": ["Linear", "Embedding"]}, world_size > 1)
-
-
-class _NoReset(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.gain = nn.Parameter(torch.empty(3, device="meta"))
-
-
-def _build_without_reset(stage: int) -> None:
-    model = nn.Sequential(nn.Linear(3, 3, device="meta"), _NoReset())
-    zero_shard.AdamW(model.parameters(), module=model, config={"stage": stage})
-
-
-@pytest.mark.parametrize("stage", [0, 2, 3])
-def test_meta_parameters_that_nothing_initialises_are_refused_by_name(stage: int) -> None:
-    for error in ranks.run_expecting_errors(2, _build_without_reset, stage):
-        assert isinstance(error, ValueError), repr(error)
-        assert "_NoReset" in str(error) and "gain" in str(error) and "reset_parameters" in str(error), str(error)
-
-
 # --- gathered ---
 
 
@@ -598,7 +409,7 @@ def test_gathered_reads_edits_and_nests() -> None:
 
 
 def _use_gathered_differently_often() -> None:
-    model = _mlp()
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
     optimizer = zero_shard.AdamW(model.parameters(), module=model, config={"stage": 3})
     x = torch.ones(2, next(model.parameters()).shape[1])
     with torch.no_grad():
