@@ -327,6 +327,14 @@ def test_checkpoints_in_unusual_moments(tmp_path: Path) -> None:
     ranks.run(2, _check_all, tmp_path)
 
 
+def test_a_path_through_what_is_not_there_means_the_same_to_save_and_load(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = zero_shard.AdamW(model.parameters())
+    path = tmp_path / "gone" / ".." / "step-1"
+    zero_shard.save(path, model, optimizer, epoch=3)
+    assert zero_shard.load(path, model, optimizer) == zero_shard.load(tmp_path / "step-1", model) == {"epoch": 3}
+
+
 def test_a_later_step_sweeps_what_a_crash_has_left(tmp_path: Path) -> None:
     hidden = [tmp_path / f".step-000002.0123456789abcdef.{kind}" for kind in ("incomplete", "removed", "replaced")]
     other = tmp_path / ".stepping-2.0123456789abcdef.incomplete"

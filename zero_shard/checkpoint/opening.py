@@ -41,13 +41,14 @@ def reader_of(source: Source) -> Reader:
 
 def _chosen(path: Path) -> Path:
     """Return the checkpoint itself, the last one in a directory of checkpoints, or what has safetensors."""
+    real = Path(os.path.realpath(path))  # as save has it, also for "gone/../x"
     try:
-        Directory(path).close()
+        Directory(real).close()
     except FileNotFoundError:
-        found = latest_checkpoint(path)
+        found = latest_checkpoint(real)
         if found is not None:
             return Path(os.path.realpath(found))
         if is_safetensors(path):
             return path.absolute()  # a file may be a link to one of another name
         raise
-    return Path(os.path.realpath(path))
+    return real
