@@ -40,6 +40,11 @@ print("a model file that talks")
 def build():
     return nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 10))
 
+def with_whole_numbers():
+    model = build()
+    model.table = nn.Parameter(torch.zeros(1 << 20, dtype=torch.int32), requires_grad=False)
+    return model
+
 def raises():
     raise KeyError("no such layer\\nand more lines")
 
@@ -113,6 +118,17 @@ def test_a_function_gives_json_and_a_chart(run: Run, tmp_path: Path) -> None:
         "plan.png",
         "plan_models.py",
     ]
+
+
+def test_frozen_whole_numbers_stay_whole_at_every_stage(run: Run) -> None:
+    plans = [
+        json.loads(run(f"plan_models:{name}", "--nodes", "1", "--json")[1]) for name in ("build", "with_whole_numbers")
+    ]
+    for without, having in zip(*(plan["rows"] for plan in plans), strict=True):
+        for phase, memory in having["phases"].items():
+            more = {kind: nbytes - without["phases"][phase]["peak"][kind] for kind, nbytes in memory["peak"].items()}
+            assert more["weights"] == 4 << 20, having["label"]
+            assert sum(more.values()) - more["weights"] < 16, f"{having['label']}, {phase}: flags at most, {more}"
 
 
 @pytest.mark.parametrize("has_transformers", [True, False])
