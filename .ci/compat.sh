@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Tests another interpreter and another torch, with the library of the working tree as it is: the one library is what must
-# serve them all. Every argument goes to pytest. The exit status is 75 if pip could not get the packages.
+# serve them all. Every argument goes to pytest. The exit status is 75 if pip could not get the packages, in ten minutes.
 #
 #   PYTHON=python3          the interpreter, 3.10 or newer
 #   TORCH=2.10.0            the release of torch, 2.10 or newer
@@ -27,7 +27,7 @@ leave_out_cuda() {
 
 if [[ ! -e $VENV/.ready ]]; then
   [[ -x $VENV/bin/python ]] || "$PYTHON" -m venv "$VENV"
-  pip=("$VENV/bin/python" -m pip install --quiet --disable-pip-version-check --no-compile)
+  pip=(timeout 600 "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check --no-compile)
   # What torch needs beside CUDA, and the tools of the tests. Their versions are the interpreter's choice.
   { "${pip[@]}" filelock typing-extensions sympy networkx jinja2 fsspec 'setuptools>=77' numpy pytest hypothesis expecttest \
     pyyaml safetensors 'tomli; python_version < "3.11"' && "${pip[@]}" --no-deps "torch==$TORCH"; } || exit 75
