@@ -15,7 +15,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -110,9 +110,8 @@ def be_rank(given: argparse.Namespace) -> None:
 # ---- as the one who starts them -------------------------------------------------------------------------------
 
 
-def phases(given: argparse.Namespace) -> list[dict[str, Any]]:
-    """Return a row for each of our stages and each world size."""
-    rows = []
+def phases(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yield a row for each of our stages and each world size."""
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "rank.json"
         words = ["--model", given.model, "--batch", str(given.batch), "--as-rank", str(path)]
@@ -120,28 +119,23 @@ def phases(given: argparse.Namespace) -> list[dict[str, Any]]:
             for name in [name for name in STAGES if name in given.names]:
                 say(f"phases: {name}, {world_size} ranks")
                 run_ranks(__file__, [*words, "--only", name], world_size, 1)
-                rows.append({"name": name, "world_size": world_size, "ranks": json.loads(path.read_text())})
-    return rows
+                yield {"name": name, "world_size": world_size, "ranks": json.loads(path.read_text())}
 
 
-def limits(given: argparse.Namespace) -> list[dict[str, Any]]:
-    """Return for each implementation the deepest model that trains."""
-    rows = []
+def limits(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yield for each implementation the deepest model that trains."""
     for name in given.names:
         reason = missing_reason(name, torch.device("cpu"))
         row: dict[str, Any] = {"name": name, "layers": 0, "num_params": 0, "missing": reason}
         row |= {"idle_nbytes": 0, "tried": []}
-        rows.append(row)
-        if reason:
-            continue
-        try:
-            row["layers"] = deepest(lambda layers, row=row: _fits(given, row, layers), 16, MOST_LAYERS)
-        except RuntimeError as error:  # a line in the report
-            row["missing"] = str(error)
-            say(f"left out: {name}: {error}")
-            continue
-        row["num_params"] = _num_params(given.model, row["layers"])
-    return rows
+        if not reason:
+            try:
+                row["layers"] = deepest(lambda layers, row=row: _fits(given, row, layers), 16, MOST_LAYERS)
+                row["num_params"] = _num_params(given.model, row["layers"])
+            except RuntimeError as error:  # a line in the report
+                row["missing"] = str(error)
+                say(f"left out: {name}: {error}")
+        yield row
 
 
 def _fits(given: argparse.Namespace, row: dict[str, Any], layers: int) -> bool:
@@ -150,9 +144,13 @@ def _fits(given: argparse.Namespace, row: dict[str, Any], layers: int) -> bool:
         path = Path(directory) / "rank.json"
         words += ["--layers", str(layers), "--only", row["name"], "--as-rank", str(path)]
         command = torchrun_command(__file__, words, given.nproc)
-        result = subprocess.run(
-            command, env=rank_variables(1), capture_output=True, text=True, timeout=PROBE_LIMIT_S, check=False
-        )
+        settings: dict[str, Any] = {"env": rank_variables(1), "capture_output": True, "text": True, "check": False}
+        try:
+            result = subprocess.run(command, timeout=PROBE_LIMIT_S, **settings)
+        except subprocess.TimeoutExpired:
+            raise RuntimeError(
+                f"{layers} layers have not trained {NUM_STEPS_THAT_FIT} steps in {PROBE_LIMIT_S} s"
+            ) from None
         fits = has_run(result)
         row["idle_nbytes"] = json.loads(path.read_text()) if fits else row["idle_nbytes"]
     row["tried"].append([layers, fits])
@@ -230,12 +228,13 @@ def main(words: Sequence[str] | None = None) -> None:
     facts = {**environment(public_command("bench_memory.py", arguments)), "threads": 1}
     report: dict[str, Any] = {"environment": facts, "model": given.model, "batch": given.batch}
     report |= {"limit_gib": given.limit_gib, "nproc": given.nproc}
-    report["phases"] = phases(given) if given.part != "limit" else []
-    report["limits"] = limits(given) if given.part != "phases" else []
-    keep(report, given.out)
-    text = markdown(report)
-    given.out.with_suffix(".md").write_text(text)
-    print(text)
+    report |= {"phases": [], "limits": []}
+    for part, rows, measure in (("phases", report["phases"], phases), ("limit", report["limits"], limits)):
+        for row in measure(given) if given.part in (part, "both") else ():
+            rows.append(row)
+            keep(report, given.out)  # after every row: all take long, and any may be the one that is interrupted
+            given.out.with_suffix(".md").write_text(markdown(report))
+    print(markdown(report))
 
 
 if __name__ == "__main__":
