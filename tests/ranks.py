@@ -45,7 +45,7 @@ TASK_LIMIT_S = 60.0
 # A rank that answered has only its group to destroy. Longer than this means a collective is still stuck in it.
 READY_LIMIT_S = 3.0
 START_LIMIT_S = 60.0
-STACK_DUMP_S = 1.0
+STACK_LIMIT_S = 10.0
 
 
 class RankDied(Exception):
@@ -183,6 +183,7 @@ def serve(pipe: Connection, output: str) -> None:
     sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what a shell has put into the background
     threading.Thread(target=_watch_parent, daemon=True).start()
     torch.set_num_threads(1)
     loose = _LooseErrors()
@@ -252,7 +253,10 @@ class _Rank:
         start = os.path.getsize(self._output.name)
         assert self.process.pid is not None
         os.kill(self.process.pid, signal.SIGUSR1)
-        time.sleep(STACK_DUMP_S)
+        give_up_s = time.monotonic() + STACK_LIMIT_S
+        while not self.output(start) and time.monotonic() < give_up_s:
+            time.sleep(0.1)
+        time.sleep(0.3)  # the rest of it
         return self.output(start)
 
     def end(self) -> None:
