@@ -198,3 +198,45 @@ def assert_ranks_agree(model: nn.Module, where: str = "") -> None:
     prints: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(prints, fingerprint(model))
     assert len(set(prints)) == 1, f"{where}: ranks hold different parameters: {prints}"
+
+
+class PlainWithMean(torch.optim.AdamW):
+    """torch's AdamW on gradients that are averaged over the ranks: the oracle."""
+
+    def average(self) -> None:
+        """Average the gradients; one that no rank has stays away. All ranks call."""
+        for group in self.param_groups:
+            for param in group["params"]:
+                has = torch.tensor(float(param.grad is not None))
+                dist.all_reduce(has)
+                if has:
+                    param.grad = torch.zeros_like(param) if param.grad is None else param.grad
+                    dist.all_reduce(param.grad)
+                    param.grad /= dist.get_world_size()
+
+
+def weights_and_state(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
+    """Return all weights and all optimizer state by name; ours on rank 0 only. All ranks call."""
+    names = {param: name for name, param in model.named_parameters()}
+    if isinstance(optimizer, zero_shard.AdamW):
+        full, state = zero_shard.full_state_dict(model), optimizer.full_state_dict()
+    else:
+        full, state = model.state_dict(), optimizer.state_dict()
+    found = {f"weight {name}": tensor for name, tensor in full.items()}
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    for number, entry in state.get("state", {}).items():
+        found |= {f"{kind} {names[params[number]]}": value for kind, value in entry.items()}
+    return found
+
+
+def assert_trained_alike(
+    model: nn.Module, optimizer: Any, plain_model: nn.Module, plain: torch.optim.Optimizer
+) -> None:
+    """Compare weights and state with the oracle's. All ranks call; rank 0 compares."""
+    want, got = weights_and_state(plain_model, plain), weights_and_state(model, optimizer)
+    if dist.get_rank() == 0:
+        assert got.keys() == want.keys()
+        for name, tensor in want.items():
+            torch.testing.assert_close(
+                got[name], tensor, rtol=1e-10, atol=1e-13, msg=lambda text, name=name: f"{name}: {text}"
+            )

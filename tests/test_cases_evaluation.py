@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import time
 from typing import Any
 
@@ -10,6 +9,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
+from live_tensors import storages
 from oracle import (
     EXACT,
     Snapshot,
@@ -34,16 +34,7 @@ def _input(rank: int, step: int) -> Tensor:
 
 
 def _live_nbytes() -> int:
-    """Return the bytes of all distinct storages that live tensors hold."""
-    gc.collect()
-    storages = {}
-    with torch._C.DisableTorchFunctionSubclass():
-        for candidate in gc.get_objects():
-            kind = type(candidate)  # isinstance would ask proxies that only pretend to be tensors
-            if issubclass(kind, torch.Tensor) and not issubclass(kind, zero_shard.ShardedGrad):
-                storage = candidate.untyped_storage()
-                storages[storage._cdata] = storage.nbytes()
-    return sum(storages.values())
+    return sum(storage.nbytes() for storage in storages().values())
 
 
 def _assert_at_most(nbytes: int, outputs: list[Tensor], step: int) -> None:

@@ -13,26 +13,13 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
+from oracle import PlainWithMean, assert_trained_alike
 from torch import Tensor, nn
 
 import zero_shard
 
 D = torch.float64
 Step = Callable[[nn.Module, Any, int], None]
-
-
-class PlainWithMean(torch.optim.AdamW):
-    """torch's AdamW on gradients that are averaged over the ranks: the oracle."""
-
-    def average(self) -> None:
-        for group in self.param_groups:
-            for param in group["params"]:
-                has = torch.tensor(float(param.grad is not None))
-                dist.all_reduce(has)
-                if has:
-                    param.grad = torch.zeros_like(param) if param.grad is None else param.grad
-                    dist.all_reduce(param.grad)
-                    param.grad /= dist.get_world_size()
 
 
 def _mlp() -> nn.Module:
@@ -43,19 +30,6 @@ def _mlp() -> nn.Module:
 def _x(step: int, rows: int = 3) -> Tensor:
     generator = torch.Generator().manual_seed(31 * step + dist.get_rank())
     return torch.randn(rows, 4, generator=generator, dtype=D)
-
-
-def _weights(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
-    names = {param: name for name, param in model.named_parameters()}
-    if isinstance(optimizer, zero_shard.AdamW):
-        full, state = zero_shard.full_state_dict(model), optimizer.full_state_dict()
-    else:
-        full, state = model.state_dict(), optimizer.state_dict()
-    found = {f"weight {name}": tensor for name, tensor in full.items()}
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    for number, entry in state.get("state", {}).items():
-        found |= {f"{kind} {names[params[number]]}": value for kind, value in entry.items()}
-    return found
 
 
 def _compare(stage: int, build: Callable[[], nn.Module], loop: Step, config: dict[str, Any] | None = None) -> None:
@@ -69,13 +43,7 @@ def _compare(stage: int, build: Callable[[], nn.Module], loop: Step, config: dic
     for step in range(3):
         loop(plain_model, plain, step)
         loop(model, ours, step)
-    want, got = _weights(plain_model, plain), _weights(model, ours)
-    if dist.get_rank() == 0:
-        assert got.keys() == want.keys()
-        for name, tensor in want.items():
-            torch.testing.assert_close(
-                got[name], tensor, rtol=1e-10, atol=1e-13, msg=lambda text, name=name: f"{name}: {text}"
-            )
+    assert_trained_alike(model, ours, plain_model, plain)
 
 
 def _end(optimizer: Any) -> None:

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 import ranks
 import torch
-from torch import Tensor, nn
+from live_tensors import Live
+from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
 import zero_shard
@@ -24,30 +25,6 @@ _WIDTH = 512  # so that a bucket is exchanged in two pieces
 _LAYER_NUMEL = (_WIDTH + 1) * _WIDTH
 _BUCKET_MIB = 2 * _LAYER_NUMEL * 4 / 2**20  # two layers in fp32
 _SMALL_NBYTES = 64 << 10  # activations, tables and Python's own tensors; it doesn't grow with the model
-
-
-def _storages() -> dict[int, torch.UntypedStorage]:
-    """Return all distinct storages that live tensors hold, by identity."""
-    gc.collect()
-    storages = {}
-    with torch._C.DisableTorchFunctionSubclass():
-        for candidate in gc.get_objects():
-            kind = type(candidate)  # isinstance would ask proxies that only pretend to be tensors
-            if issubclass(kind, Tensor) and not issubclass(kind, zero_shard.ShardedGrad) and not candidate.is_meta:
-                for tensor in (candidate, candidate.grad if candidate.is_leaf else None):
-                    if tensor is not None and not issubclass(type(tensor), zero_shard.ShardedGrad):
-                        storages[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
-    return storages
-
-
-class _Live:
-    """Bytes of the storages that have come into the world since this object was made, and live."""
-
-    def __init__(self) -> None:
-        self._known = _storages()  # held, so that no new storage takes the identity of an old one
-
-    def nbytes(self) -> int:
-        return sum(storage.nbytes() for key, storage in _storages().items() if key not in self._known)
 
 
 class _Allocations:
@@ -123,7 +100,7 @@ def _measure(
     allocations: _Allocations, config: dict[str, Any], dtype: torch.dtype, num_layers: int = 16
 ) -> dict[str, Any]:
     """Return bytes above those before the model was built, at several moments; and names of rises."""
-    live = _Live()
+    live = Live()
     model = _net(num_layers, dtype)
     config = {"bucket_mib": _BUCKET_MIB, **config}
     optimizer = zero_shard.AdamW(model.parameters(), module=model, config=config)
@@ -157,7 +134,7 @@ def _with_rises(allocations: _Allocations, found: dict[str, Any]) -> dict[str, i
 
 def _measure_plain(dtype: torch.dtype, num_layers: int = 16) -> int:
     """Return what plain torch holds after backward, with an fp32 master if the model is bf16."""
-    live = _Live()
+    live = Live()
     model = _net(num_layers, dtype)
     masters = [param if dtype == torch.float32 else param.detach().float() for param in model.parameters()]
     optimizer = torch.optim.AdamW(masters)
@@ -312,7 +289,7 @@ def test_options_hold_what_they_promise() -> None:
 
 def _evaluate_and_count() -> tuple[int, int, int]:
     """Return what stage 3 holds before and after an evaluation, and its peak above that."""
-    live = _Live()
+    live = Live()
     model = _net(16, torch.float32)
     optimizer = zero_shard.AdamW(model.parameters(), module=model, config={"stage": 3})
     x = torch.ones(1, _WIDTH)
@@ -340,7 +317,7 @@ def _measure_no_sync() -> None:
 
 
 def _train_under_no_sync(stage: int) -> None:
-    live = _Live()
+    live = Live()
     model = _net(8, torch.float32)
     optimizer = zero_shard.AdamW(model.parameters(), module=model, config={"stage": stage})
     for moment in ("local", "reduced", "dropped"):

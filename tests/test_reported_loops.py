@@ -17,8 +17,8 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
-from oracle import assert_ranks_agree
-from test_habits import PlainWithMean, _mlp, _weights, _x
+from oracle import PlainWithMean, assert_ranks_agree, assert_trained_alike
+from test_habits import _mlp, _x
 from torch import Tensor, nn
 
 import zero_shard
@@ -195,13 +195,7 @@ def _compare(stage: int, loop: Loop, build: Callable[[int], nn.Module] = lambda 
     for step in range(3):
         loop(plain_model, plain, step)
         loop(model, ours, step)
-    want, got = _weights(plain_model, plain), _weights(model, ours)
-    if dist.get_rank() == 0:
-        assert got.keys() == want.keys()
-        for name, tensor in want.items():
-            torch.testing.assert_close(
-                got[name], tensor, rtol=1e-10, atol=1e-13, msg=lambda text, name=name: f"{name}: {text}"
-            )
+    assert_trained_alike(model, ours, plain_model, plain)
     assert_ranks_agree(model)
 
 
@@ -361,9 +355,7 @@ def _different_numbers_under_no_sync() -> None:
             for optimizer in (plain, ours):
                 optimizer.step()
                 optimizer.zero_grad()
-        want, got = _weights(plain_model, plain), _weights(model, ours)
-        for name, tensor in got.items():
-            torch.testing.assert_close(tensor, want[name], rtol=1e-10, atol=1e-13)
+        assert_trained_alike(model, ours, plain_model, plain)
 
 
 @pytest.mark.parametrize("world_size", [2, 4])

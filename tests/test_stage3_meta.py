@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import gc
 from typing import Any
 
 import pytest
 import ranks
 import torch
 import torch.distributed as dist
+from live_tensors import Live
 from oracle import assert_ranks_agree
-from torch import Tensor, nn
+from torch import nn
 
 import zero_shard
 
@@ -26,37 +26,13 @@ def _parts(device: str) -> nn.Module:
         )
 
 
-def _storages() -> dict[int, torch.UntypedStorage]:
-    """Return all distinct storages that live tensors hold, by identity."""
-    gc.collect()
-    storages = {}
-    with torch._C.DisableTorchFunctionSubclass():
-        for candidate in gc.get_objects():
-            kind = type(candidate)  # isinstance would ask proxies that only pretend to be tensors
-            if issubclass(kind, Tensor) and not issubclass(kind, zero_shard.ShardedGrad) and not candidate.is_meta:
-                for tensor in (candidate, candidate.grad if candidate.is_leaf else None):
-                    if tensor is not None and not issubclass(type(tensor), zero_shard.ShardedGrad):
-                        storages[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
-    return storages
-
-
-class _Live:
-    """Bytes of the storages that have come into the world since this object was made, and live."""
-
-    def __init__(self) -> None:
-        self._known = _storages()  # held, so that no new storage takes the identity of an old one
-
-    def nbytes(self) -> int:
-        return sum(storage.nbytes() for key, storage in _storages().items() if key not in self._known)
-
-
 def _build_on_meta(config: dict[str, Any], rank_seeds: bool) -> None:
     """Compare a model that was built on the meta device with one that was built on the CPU after the same seed."""
     torch.manual_seed(12)
     real = _parts("cpu")
     total = sum(param.nbytes for param in real.parameters())
     state = {name: tensor.clone() for name, tensor in real.state_dict().items()}
-    live, peaks = _Live(), [0]
+    live, peaks = Live(), [0]
     torch.manual_seed(12 + (rank_seeds and dist.get_rank()))
     model = _parts("meta")
     identities = {name: id(param) for name, param in model.named_parameters()}
