@@ -7,17 +7,15 @@ show model state.
 
 from __future__ import annotations
 
-import gc
 import itertools
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import ranks
 import torch
+from allocations import Allocations
 from live_tensors import Live
 from torch import nn
-from torch.profiler import ProfilerActivity, profile, record_function
 
 import zero_shard
 
@@ -25,48 +23,6 @@ _WIDTH = 512  # so that a bucket is exchanged in two pieces
 _LAYER_NUMEL = (_WIDTH + 1) * _WIDTH
 _BUCKET_MIB = 2 * _LAYER_NUMEL * 4 / 2**20  # two layers in fp32
 _SMALL_NBYTES = 64 << 10  # activations, tables and Python's own tensors; it doesn't grow with the model
-
-
-class _Allocations:
-    """Records allocations and frees inside of the context; then tells how far a watched part rose above its start.
-
-    Starting the profiler takes long, so that one recording serves a whole task.
-    """
-
-    def __init__(self) -> None:
-        self._profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
-        self._num_watched = 0
-        self._spans: dict[str, tuple[int, int]] = {}
-        self._changes: list[tuple[int, int]] = []  # time in ns, bytes
-
-    def __enter__(self) -> _Allocations:
-        gc.collect()
-        gc.freeze()  # what the libraries made need not be looked at for each measurement
-        self._profiler.__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._profiler.__exit__(*error)
-        for event in self._profiler.profiler.kineto_results.events():
-            if event.name() == "[memory]":
-                self._changes.append((event.start_ns(), event.nbytes()))
-            elif event.name().startswith("watched "):
-                self._spans[event.name()] = (event.start_ns(), event.start_ns() + event.duration_ns())
-        self._changes.sort()
-
-    def watch(self, action: Callable[[], Any]) -> str:
-        """Run ``action`` and return the name to ask for its rise with."""
-        self._num_watched += 1
-        name = f"watched {self._num_watched}"
-        with record_function(name):
-            action()
-        return name
-
-    def rise_nbytes(self, name: str) -> int:
-        """Return the highest sum of allocations less frees since the start of a watched action."""
-        start, stop = self._spans[name]
-        inside = [nbytes for time_ns, nbytes in self._changes if start <= time_ns <= stop]
-        return max(itertools.accumulate(inside, initial=0))
 
 
 def _net(num_layers: int, dtype: torch.dtype) -> nn.Module:
@@ -97,7 +53,7 @@ def _extra_nbytes(stage: int, dtype: torch.dtype, world_size: int) -> int:
 
 
 def _measure(
-    allocations: _Allocations, config: dict[str, Any], dtype: torch.dtype, num_layers: int = 16
+    allocations: Allocations, config: dict[str, Any], dtype: torch.dtype, num_layers: int = 16
 ) -> dict[str, Any]:
     """Return bytes above those before the model was built, at several moments; and names of rises."""
     live = Live()
@@ -128,7 +84,7 @@ def _measure(
     return found
 
 
-def _with_rises(allocations: _Allocations, found: dict[str, Any]) -> dict[str, int]:
+def _with_rises(allocations: Allocations, found: dict[str, Any]) -> dict[str, int]:
     return {key: allocations.rise_nbytes(value) if "rise" in key else value for key, value in found.items()}
 
 
@@ -154,7 +110,7 @@ _DTYPES = [torch.float32, torch.bfloat16]
 
 
 def _measure_all() -> dict[Any, Any]:
-    with _Allocations() as allocations:
+    with Allocations() as allocations:
         plain = {("plain", dtype): _measure_plain(dtype) for dtype in _DTYPES}
         found = {(stage, d): _measure(allocations, {"stage": stage}, d) for stage in range(4) for d in _DTYPES}
     return plain | {key: _with_rises(allocations, value) for key, value in found.items()}
@@ -197,7 +153,7 @@ def _measure_steps() -> dict[Any, tuple[int, int]]:
     """Return the rise in ``step()`` of a model and of one three times as deep."""
     configs: list[dict[str, Any]] = [{"stage": stage} for stage in range(4)]
     configs += [{"stage": 2, "max_grad_norm": 1.0}, {"stage": 3, "max_grad_norm": 1.0, "skip_nonfinite": True}]
-    with _Allocations() as allocations:
+    with Allocations() as allocations:
         names = {
             (str(config), dtype): [_watched_step(allocations, config, dtype, num_layers) for num_layers in (12, 36)]
             for config, dtype in itertools.product(configs, _DTYPES)
@@ -205,7 +161,7 @@ def _measure_steps() -> dict[Any, tuple[int, int]]:
     return {key: (allocations.rise_nbytes(a), allocations.rise_nbytes(b)) for key, (a, b) in names.items()}
 
 
-def _watched_step(allocations: _Allocations, config: dict[str, Any], dtype: torch.dtype, num_layers: int) -> str:
+def _watched_step(allocations: Allocations, config: dict[str, Any], dtype: torch.dtype, num_layers: int) -> str:
     model = _net(num_layers, dtype)
     config = {"bucket_mib": _BUCKET_MIB, **config}
     optimizer = zero_shard.AdamW(model.parameters(), module=model, config=config)
@@ -240,7 +196,7 @@ def test_step_allocates_nothing_that_grows_with_the_model(world_size: int) -> No
 
 
 def _plain_rises() -> list[int]:
-    with _Allocations() as allocations:
+    with Allocations() as allocations:
         names = []
         for num_layers in (12, 36):
             model = _net(num_layers, torch.float32)
@@ -272,7 +228,7 @@ def _measure_options() -> list[tuple[str, int, int]]:
         ({"stage": 3}, torch.float16),
     ]
     found = []
-    with _Allocations() as allocations:
+    with Allocations() as allocations:
         for config, dtype in configs:
             measured = _measure(allocations, config, dtype)
             found.append((f"{config}, {dtype}", measured["backward"], measured["promised"]))
@@ -297,7 +253,7 @@ def _evaluate_and_count() -> tuple[int, int, int]:
         model(x).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-    with torch.no_grad(), _Allocations() as allocations:
+    with torch.no_grad(), Allocations() as allocations:
         model(x)
         before = live.nbytes()
         name = allocations.watch(lambda: model(x))

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import ranks
 import torch
-from test_memory import _Allocations, _Live
+from allocations import Allocations
+from live_tensors import Live
 from torch import nn
 
 import zero_shard
@@ -45,9 +46,9 @@ def _gpt() -> GPT:
 # --- predicted against measured ---
 
 
-def _measure(config: dict[str, Any], allocations: _Allocations) -> tuple[dict[str, int], str]:
+def _measure(config: dict[str, Any], allocations: Allocations) -> tuple[dict[str, int], str]:
     """Train the example GPT for a few steps; return what is alive between and before steps, and what is sent."""
-    live = _Live()
+    live = Live()
     model = _gpt()
     optimizer = zero_shard.AdamW(model.parameters(), module=model, config=config)
     windows = torch.zeros(1, 5, dtype=torch.int64)
@@ -70,7 +71,7 @@ def _measure(config: dict[str, Any], allocations: _Allocations) -> tuple[dict[st
 
 
 def _measure_all() -> list[dict[str, int]]:
-    with _Allocations() as allocations:
+    with Allocations() as allocations:
         found = [_measure(config, allocations) for config in _CONFIGS]
     return [{**measured, "peak": measured["held"] + allocations.rise_nbytes(name)} for measured, name in found]
 
