@@ -174,6 +174,12 @@ def _watch_parent() -> None:
     os._exit(1)
 
 
+def _show_stacks_on_sigusr1() -> None:
+    """Register anew for each task: Lightning, when it ends, sets every signal to what Python's own table has for it."""
+    faulthandler.unregister(signal.SIGUSR1)
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+
+
 def serve(pipe: Connection, output: str) -> None:
     """Take tasks from the pipe until it says stop; the main function of a rank process. Doesn't return."""
     # Append mode: parent and child must not share a position in the file.
@@ -182,7 +188,6 @@ def serve(pipe: Connection, output: str) -> None:
             os.dup2(file.fileno(), number)
     sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
     faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what a shell has put into the background
     threading.Thread(target=_watch_parent, daemon=True).start()
     torch.set_num_threads(1)
@@ -191,6 +196,7 @@ def serve(pipe: Connection, output: str) -> None:
     with contextlib.suppress(EOFError, OSError):
         pipe.send_bytes(b"ready")
         while message := pipe.recv_bytes():
+            _show_stacks_on_sigusr1()
             _perform(pickle.loads(message), pipe, loose)
     # Some gloo programs abort in static destructors after their work is done.
     os._exit(0)
